@@ -1,0 +1,8 @@
+"""CPU attention of a per-head pruned KV cache: C++ for decode, torch's flash attention for extend."""
+
+from __future__ import annotations
+
+from .extend import extend_dense, extend_sparse
+from .native import ragged_decode, read_rows, visible_cells, write_cells
+
+__all__ = ["extend_dense", "extend_sparse", "ragged_decode", "read_rows", "visible_cells", "write_cells"]

@@ -1,0 +1,113 @@
+"""Hooks on the scheduler: launching, admitting, taking results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any
+
+from kvzap_sglang.hooks.arguments import config_of
+from kvzap_sglang.request_options import OptionError, parse_options
+from kvzap_sglang.runtime import KVPressRuntime
+
+_DECISIONS = "_kv_press_decisions"
+
+
+def runtime_of(scheduler: Any) -> KVPressRuntime | None:
+    """The press of a scheduler process, None without one."""
+    return getattr(scheduler.tp_worker.model_runner, "kv_press_runtime", None)
+
+
+def run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """Plan the step, run it, and keep its decisions with its result."""
+    runtime = runtime_of(scheduler)
+    if runtime is None or batch.forward_mode.is_idle():
+        return original(scheduler, batch, *args, **kwargs)
+    runtime.launch(batch)
+    result = original(scheduler, batch, *args, **kwargs)
+    setattr(result, _DECISIONS, runtime.take_decisions())
+    return result
+
+
+def process_result(
+    original: Callable[..., Any], processor: Any, batch: Any, result: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Apply a step's decisions before SGLang checkpoints or releases its requests."""
+    decisions = getattr(result, _DECISIONS, None)
+    if decisions is not None:
+        if result.copy_done is not None:
+            result.copy_done.synchronize()
+        processor.model_worker.model_runner.kv_press_runtime.apply(decisions)
+    return original(processor, batch, result, *args, **kwargs)
+
+
+def add_one_req(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+    """Fail a request that can never fit instead of letting it block the queue for ever."""
+    allocator = adder.token_to_kv_pool_allocator
+    tree = adder.tree_cache
+    if not hasattr(allocator, "kept_fraction") or req.to_finish is not None:
+        return original(adder, req, *args, **kwargs)
+    extend = len(req.full_untruncated_fill_ids) - req.prefix_len
+    prefix = tree.path_sets(req.last_node, req.prefix_len).cells()
+    room = allocator.cells.layout.cells_total - prefix
+    if allocator.cells_for(extend + 1) > room:
+        layout = allocator.cells.layout
+        req.set_finish_with_abort(
+            f"The prompt's {extend} uncached tokens need {allocator.cells_for(extend + 1)} KV cells at once, "
+            f"{room} of {layout.cells_total} can be free ({layout.physical_tokens} dense tokens): raise "
+            "--max-total-tokens or --mem-fraction-static, or send a shorter prompt."
+        )
+        req.init_next_round_input(tree)
+    return original(adder, req, *args, **kwargs)
+
+
+def next_prefill(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """Abort a half-prefilled prompt that waits for cells nobody is going to free."""
+    batch, running = original(scheduler, *args, **kwargs)
+    runtime = runtime_of(scheduler)
+    waiting = scheduler.chunked_req
+    if runtime is None or waiting is None or batch is not None:
+        return batch, running
+    if running.is_empty() and runtime.allocator.ledger.idle:
+        from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+        layout = runtime.cells.layout
+        waiting.discard_output_reason = FINISH_ABORT(
+            f"The KV cells ran out in the middle of this prompt ({layout.physical_tokens} dense tokens in all) "
+            "and nothing else is running that could free some: raise --max-total-tokens or "
+            "--mem-fraction-static, or send a shorter prompt.",
+            HTTPStatus.INTERNAL_SERVER_ERROR,
+        )
+        scheduler._pending_chunked_abort_req = waiting
+    return batch, running
+
+
+def validate_request(
+    original: Callable[..., Any], manager: Any, request: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Answer a request whose press options cannot be honoured with a 400 (tokenizer process)."""
+    if config_of(manager.server_args) is not None:
+        params = getattr(request, "sampling_params", None)
+        if isinstance(params, dict):
+            if (params.get("beam_width") or 1) > 1:
+                raise OptionError("beam_width: beam search is not supported with --kv-press")
+            parse_options(params.get("custom_params"))
+    return original(manager, request, *args, **kwargs)
+
+
+_WEIGHT_MESSAGE = (
+    "refused: the server runs with --kv-press, whose surrogate belongs to the weights it was trained on. "
+    "Restart the server with the new --model-path and a surrogate for it (--kv-press-model)."
+)
+
+
+def refuse_weight_update(
+    original: Callable[..., Any], updater: Any, request: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """A surrogate is trained on fixed weights: with new ones it would silently score wrongly."""
+    if runtime_of(updater) is None:
+        return original(updater, request, *args, **kwargs)
+    from sglang.srt.managers import io_struct
+
+    output = type(request).__name__.replace("ReqInput", "ReqOutput")
+    return getattr(io_struct, output)(success=False, message=_WEIGHT_MESSAGE)

@@ -1,0 +1,110 @@
+"""Token slots as SGLang allocates them, with the cells behind them on a ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.environ import envs
+from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+from kvzap_sglang.memory.budget import KVPressPrefillBudget
+from kvzap_sglang.memory.kept_fraction import KeptFraction
+from kvzap_sglang.memory.kv_pool import KVPressPool
+from kvzap_sglang.memory.ledger import CellLedger
+
+# Cell-table entries up to which every idle check scans everything (a few ms).
+FULL_SCAN_ENTRIES = 4_000_000
+
+
+class KVPressAllocator(TokenToKVPoolAllocator):
+    """Hands out virtual token slots; queues freed ones for the next forward to drain.
+
+    Slots and cells are two meters: every capacity answer to the scheduler is the tighter one.
+    """
+
+    def __init__(self, size: int, dtype: torch.dtype, device: str, kvcache: KVPressPool, need_sort: bool):
+        self.cells = kvcache.cells
+        self.ledger = CellLedger(self.cells.layout.cells_total)
+        self.kept_fraction = KeptFraction()
+        self._queued_slots: list[torch.Tensor] = []
+        self._checks: list[Callable[[], list[str]]] = [self.cells.check]
+        self._checked = 0
+        super().__init__(size, dtype, device, kvcache, need_sort)
+
+    # -- slots ------------------------------------------------------------------------------
+
+    def free(self, free_index: torch.Tensor) -> None:
+        # A deferred free comes through here again when its group ends.
+        if self.free_group is None and free_index.numel():
+            self._queued_slots.append(free_index.to(torch.int64, copy=True))
+        super().free(free_index)
+
+    def clear(self) -> None:
+        super().clear()
+        self._queued_slots.clear()
+        self.cells.reset()
+        self.ledger.reset()
+
+    def drain(self) -> int:
+        """Free the cells of all queued slots. Forward stream only. Returns the cells freed."""
+        queued, self._queued_slots = self._queued_slots, []
+        return self.cells.release(torch.cat(queued)) if queued else 0
+
+    # -- cells ------------------------------------------------------------------------------
+
+    def available_cells(self) -> int:
+        """Cells that the next launch can count on. Exact when nothing is in flight."""
+        if self.ledger.idle:
+            self.drain()
+            self.ledger.resync(self.cells.free_cells)
+        return self.ledger.available
+
+    def cells_for(self, tokens: int) -> int:
+        """Cells of `tokens` dense tokens."""
+        return tokens * self.cells.layout.cells_per_token
+
+    def create_prefill_budget(
+        self, tree_cache: Any, *, num_mixed_decode_tokens: int = 0
+    ) -> KVPressPrefillBudget:
+        return KVPressPrefillBudget(self, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens)
+
+    def evict_to_free_tokens(self, tree_cache: Any, num_tokens: int) -> None:
+        """Evict least recently used leaves until `num_tokens` fit both meters or none is left."""
+        super().evict_to_free_tokens(tree_cache, num_tokens)
+        if tree_cache is None or not tree_cache.supports_prefix_sharing():
+            return
+        need = self.cells_for(num_tokens)
+        while self.available_cells() < need and tree_cache.evictable_size() > 0:
+            # One leaf at a time: how many cells a leaf yields differs from leaf to leaf.
+            tree_cache.evict(EvictParams(num_tokens=1))
+
+    def check_decode_capacity(
+        self, *, num_tokens: int, tree_cache: Any, requests: Any = None, spec_algorithm: Any = None
+    ) -> bool:
+        fits = super().check_decode_capacity(
+            num_tokens=num_tokens, tree_cache=tree_cache, requests=requests, spec_algorithm=spec_algorithm
+        )
+        return fits and self.available_cells() >= self.cells_for(num_tokens)
+
+    def watch(self, check: Callable[[], list[str]]) -> None:
+        """Add `check` (violations, nothing in flight) to the idle checks."""
+        self._checks.append(check)
+
+    def verify_byte_accounting(self) -> list[str]:
+        """Idle check: cells and tree sets against the cell table, once after each busy period.
+
+        Large tables are scanned only under SGLang's strict busy checks; the count is always compared.
+        """
+        free = self.available_cells()
+        if not self.ledger.idle or self._checked == self.ledger.launches:
+            return []
+        self._checked = self.ledger.launches
+        table = self.cells.table
+        if table.numel() > FULL_SCAN_ENTRIES and not envs.SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY.get():
+            live = int((table[:, 1:, :] >= 0).sum())
+            total = self.cells.layout.cells_total
+            return [] if live + free == total else [f"kv press: {live} live + {free} free cells != {total}"]
+        return [f"kv press: {fault}" for check in self._checks for fault in check()]

@@ -1,0 +1,105 @@
+"""Admission with two meters: token slots and cells."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.mem_cache.prefill_budget import PrefillBudget
+
+if TYPE_CHECKING:
+    from kvzap_sglang.memory.allocator import KVPressAllocator
+
+
+class KVPressPrefillBudget(PrefillBudget):
+    """SGLang's slot budget, tightened by what the cells allow.
+
+    A prompt is charged at its dense peak (it is pruned only once its last chunk is done), generated
+    tokens at the running kept fraction.
+    """
+
+    allocator: KVPressAllocator
+
+    def __init__(self, allocator: KVPressAllocator, tree_cache: Any, *, num_mixed_decode_tokens: int = 0):
+        # Slot demand admitted in this pass, and the cells (in dense tokens) it stands for.
+        self._admitted_slots = 0.0
+        self._admitted_tokens = 0.0
+        super().__init__(allocator, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens)
+
+    @property
+    def window(self) -> int:
+        return self.tree_cache.window
+
+    def _dense_tokens_available(self) -> float:
+        per_token = self.allocator.cells.layout.cells_per_token
+        cells = self.allocator.available_cells() + self.tree_cache.evictable_cells
+        return cells / per_token
+
+    @property
+    def physical_remaining(self) -> float:
+        """Dense tokens left in the cells after what running and admitted requests will take."""
+        running = max(0.0, self.total_offset - self._admitted_slots)
+        future = running * self.allocator.kept_fraction.planned
+        return self._dense_tokens_available() - future - self._admitted_tokens
+
+    @property
+    def remaining_total(self) -> float:
+        return min(super().remaining_total, self.physical_remaining)
+
+    @property
+    def remaining_current(self) -> float:
+        current = self._dense_tokens_available() - self._admitted_tokens
+        return min(super().remaining_current, current)
+
+    def physical_demand(self, extend_tokens: int, new_tokens: float) -> float:
+        """Dense tokens a request needs at its peak: its dense prompt, or what is kept plus a window."""
+        kept = self.allocator.kept_fraction.planned
+        after = kept * (extend_tokens + new_tokens) + (1.0 - kept) * min(
+            self.window, extend_tokens + new_tokens
+        )
+        return max(float(extend_tokens), after)
+
+    def check_prefill(
+        self,
+        *,
+        extend_input_len: int,
+        total_tokens: int,
+        max_new_tokens: int,
+        input_tokens: int,
+        swa_host_hit_length: int,
+        chunk_limit: int | None,
+        auxiliary_swa_host_hit_length: int = 0,
+    ) -> tuple[bool, int | None]:
+        fits_slots = total_tokens < super().remaining_total
+        demand = self.physical_demand(extend_input_len, total_tokens - extend_input_len)
+        if fits_slots and demand < self.physical_remaining:
+            return True, chunk_limit
+        return False, None
+
+    def can_allocate_prefill(
+        self,
+        *,
+        paged_input: int,
+        extend_input_len: int,
+        max_new_tokens: int,
+        chunk_limit: int | None,
+    ) -> bool:
+        return paged_input <= min(self.remaining_current, self.remaining_total)
+
+    def available_chunk_tokens(self, chunk_limit: int) -> int | None:
+        """Tokens the next chunk may have; None leaves the request waiting for cells."""
+        available = min(chunk_limit, int(self.remaining_current))
+        return available if available > 0 else None
+
+    def reserve(
+        self,
+        extend_input_len: int,
+        max_new_tokens: int,
+        *,
+        extra_tokens: int = 0,
+        chunk_limit: int | None = None,
+        is_chunked_continuation: bool = False,
+    ) -> None:
+        before = self.total_offset
+        super().reserve(extend_input_len, max_new_tokens, extra_tokens=extra_tokens)
+        self._admitted_slots += self.total_offset - before
+        self._admitted_tokens += self.physical_demand(extend_input_len, max_new_tokens)

@@ -1,0 +1,147 @@
+"""Cells, the cell table and the free stack: the physical half of the cache.
+
+Everything here runs on the forward stream only (DESIGN: Memory and time order).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvzap_sglang.kernels.encoding import CELL_MASK, CONDEMNED, NONE
+from kvzap_sglang.memory.layout import CellLayout
+
+# Below this many tokens a pop does not sort the free stack: a decode step's few cells
+# gain nothing from lying together.
+SORT_FROM_TOKENS = 32
+
+
+class CellUnderflow(RuntimeError):
+    """More cells were popped than are free: the ledger let something through."""
+
+
+class CellPool:
+    """K/V rows of all layers and heads in one pool, found through a cell table.
+
+    Attributes:
+        k: `[cells_total + 1, head_dim]`, row 0 is the sink of padded tokens.
+        v: `[cells_total + 1, v_head_dim]`.
+        table: int32 `[layers, virtual_tokens + 1, heads]`, `kernels.encoding`; slot 0 maps to the sink.
+    """
+
+    def __init__(self, layout: CellLayout, dtype: torch.dtype, device: torch.device | str) -> None:
+        self.layout = layout
+        rows = layout.cells_total + 1
+        if rows > CELL_MASK:
+            raise ValueError(
+                f"{rows} cells do not fit the cell table's 30 bits: lower --max-total-tokens or --mem-fraction-static"
+            )
+        self.k = torch.zeros(rows, layout.head_dim, dtype=dtype, device=device)
+        self.v = torch.zeros(rows, layout.v_head_dim, dtype=dtype, device=device)
+        self.table = torch.empty(
+            layout.layers, layout.virtual_tokens + 1, layout.heads, dtype=torch.int32, device=device
+        )
+        self._stack = torch.empty(layout.cells_total, dtype=torch.int32, device=device)
+        self.reset()
+
+    def reset(self) -> None:
+        """Every cell free, every slot empty."""
+        self.table.fill_(NONE)
+        self.table[:, 0, :] = 0
+        # Descending, so that the top of the stack is the lowest run of rows.
+        torch.arange(self.layout.cells_total, 0, -1, dtype=torch.int32, out=self._stack)
+        self._free = self.layout.cells_total
+        self._sorted = True
+
+    @property
+    def free_cells(self) -> int:
+        return self._free
+
+    def pop(self, slots: torch.Tensor) -> None:
+        """Give each of `slots` (int64 `[n]`, empty slots) a cell in every layer and head.
+
+        Head-major: one (layer, head)'s n cells are consecutive stack entries, hence
+        consecutive rows where the pool allows. Raises `CellUnderflow`.
+        """
+        n = slots.numel()
+        need = n * self.layout.cells_per_token
+        if need > self._free:
+            raise CellUnderflow(f"{need} cells wanted, {self._free} free of {self.layout.cells_total}")
+        if n >= SORT_FROM_TOKENS and not self._sorted:
+            self._sort()
+        top = self._stack[self._free - need : self._free].flip(0)
+        cells = top.view(self.layout.layers, self.layout.heads, n)
+        self.table[:, slots, :] = cells.permute(0, 2, 1)
+        self._free -= need
+
+    def release(self, slots: torch.Tensor) -> int:
+        """Free every cell of `slots` (int64 `[n]`, no duplicates). Returns the number freed."""
+        entries = self.table[:, slots, :]
+        freed = self._push(entries[entries >= 0] & CELL_MASK)
+        self.table[:, slots, :] = NONE
+        return freed
+
+    def condemn(self, layer: int, slots: torch.Tensor, condemned: torch.Tensor) -> None:
+        """Mark (slot, head) pairs of `layer`: `condemned` is bool `[n, heads]`."""
+        rows = self.table[layer]
+        rows[slots] = torch.where(condemned, rows[slots] | CONDEMNED, rows[slots])
+
+    def settle(self, slots: torch.Tensor) -> int:
+        """Free the condemned cells of `slots` (int64 `[n]`, no duplicates). Returns the number freed."""
+        entries = self.table[:, slots, :]
+        gone = (entries >= 0) & (entries >= CONDEMNED)
+        freed = self._push(entries[gone] & CELL_MASK)
+        self.table[:, slots, :] = entries.masked_fill(gone, NONE)
+        return freed
+
+    def kept(self, slots: torch.Tensor) -> torch.Tensor:
+        """bool `[n, layers, heads]`: pairs that are in memory and not condemned."""
+        entries = self.table[:, slots, :]
+        return ((entries >= 0) & (entries < CONDEMNED)).permute(1, 0, 2)
+
+    def held(self, slots: torch.Tensor) -> torch.Tensor:
+        """int64 `[n]`: cells that each of `slots` occupies."""
+        return (self.table[:, slots, :] >= 0).sum(dim=(0, 2))
+
+    def check(self) -> list[str]:
+        """Violations of "every cell is free exactly once or owned exactly once" (full scan)."""
+        entries = self.table[:, 1:, :]
+        live = entries[entries >= 0] & CELL_MASK
+        owners = torch.bincount(
+            torch.cat([live, self._stack[: self._free]]).long(), minlength=self.layout.cells_total + 1
+        )
+        faults = []
+        if int(owners[0]):
+            faults.append(f"sink cell owned {int(owners[0])} times")
+        lost, shared = int((owners[1:] == 0).sum()), int((owners[1:] > 1).sum())
+        if lost:
+            faults.append(f"{lost} cells are neither free nor in the cell table")
+        if shared:
+            faults.append(f"{shared} cells have more than one owner (double free or stale table entry)")
+        return faults
+
+    def side_buffers(self) -> dict[str, int]:
+        """Bytes of the buffers beside K and V."""
+        buffers = {"cell_table": self.table, "free_stack": self._stack}
+        return {name: t.numel() * t.element_size() for name, t in buffers.items()}
+
+    def _push(self, cells: torch.Tensor) -> int:
+        n = cells.numel()
+        if self._free + n > self.layout.cells_total:
+            raise RuntimeError(
+                f"{n} cells freed onto {self._free} free of {self.layout.cells_total}: freed twice"
+            )
+        self._stack[self._free : self._free + n] = cells
+        self._free += n
+        self._sorted = self._sorted and n == 0
+        return n
+
+    def _sort(self) -> None:
+        free = self._stack[: self._free]
+        if free.device.type == "cpu":
+            # numpy's vectorised sort is several times faster than torch's here.
+            view = free.numpy()
+            view.sort()
+            view[:] = view[::-1].copy()
+        else:
+            free.copy_(torch.sort(free, descending=True).values)
+        self._sorted = True

@@ -1,0 +1,240 @@
+"""A radix tree whose nodes know which (layer, head) pairs of their tokens are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from sglang.srt.mem_cache.base_prefix_cache import DecLockRefParams
+from sglang.srt.mem_cache.radix_cache import RadixCache, TreeNode
+
+from kvzap_sglang.memory.allocator import KVPressAllocator
+from kvzap_sglang.memory.head_token_sets import BitArray, HeadTokenSets, concatenate
+from kvzap_sglang.memory.row_state import RowState
+from kvzap_sglang.observe.output_streamer import STATS_ATTRIBUTE
+from kvzap_sglang.observe.request_stats import request_stats
+from kvzap_sglang.request_options import parse_options
+
+
+class KVPressRadixCache(RadixCache):
+    """`RadixCache` plus one `HeadTokenSets` per node (attribute `head_token_sets`).
+
+    Node values stay token slots, so matching, splitting, locking and SGLang's leak equation are
+    stock; the sets say how many cells a node gives back when it goes.
+
+    Attributes:
+        rows: running requests' `RowState` by `req_to_token` row.
+        window: positions that are never pruned.
+        evictable_cells: cells that evicting every unlocked node would free (conservative).
+        evicted_cells: cells given back by eviction so far.
+    """
+
+    token_to_kv_pool_allocator: KVPressAllocator
+
+    def __init__(self, params: Any, window: int) -> None:
+        self.window = window
+        self.rows: dict[int, RowState] = {}
+        self.evicted_cells = 0
+        self._inserting: RowState | None = None
+        super().__init__(params)
+        self.token_to_kv_pool_allocator.watch(self.check_sets)
+
+    @property
+    def cells_per_token(self) -> int:
+        return self.token_to_kv_pool_allocator.cells.layout.cells_per_token
+
+    def reset(self) -> None:
+        super().reset()
+        self.evictable_cells = 0
+        self.rows.clear()
+        self.root_node.head_token_sets = HeadTokenSets.unknown(0, self.cells_per_token)
+
+    # -- walking ----------------------------------------------------------------------------
+
+    def path(self, node: TreeNode) -> list[TreeNode]:
+        """Nodes from the root's child down to `node`."""
+        nodes = []
+        while node is not self.root_node and node is not None:
+            nodes.append(node)
+            node = node.parent
+        nodes.reverse()
+        return nodes
+
+    def path_sets(self, node: TreeNode, end: int) -> HeadTokenSets:
+        """Sets of the first `end` tokens on the path to `node`."""
+        sets = concatenate([n.head_token_sets for n in self.path(node)], self.cells_per_token)
+        return sets.slice(0, end)
+
+    def nodes(self) -> Iterator[TreeNode]:
+        """Every node but the root."""
+        stack = list(self.root_node.children.values())
+        while stack:
+            node = stack.pop()
+            stack.extend(node.children.values())
+            yield node
+
+    def tree_cells(self) -> int:
+        """Cells held by all nodes."""
+        return sum(node.head_token_sets.cells() for node in self.nodes())
+
+    # -- keeping the sets beside the values ---------------------------------------------------
+
+    def _insert_cache(self, req: Any, token_ids: Any, **kwargs: Any) -> Any:
+        row = self.rows[req.kv.req_pool_idx]
+        protected = req.kv.cache_protected_len
+        self._inserting = row
+        try:
+            result = super()._insert_cache(req, token_ids, **kwargs)
+        finally:
+            self._inserting = None
+        # The request's own copies of tokens that the tree already had were just freed.
+        self.token_to_kv_pool_allocator.ledger.credit(row.cells(protected, result[2]))
+        return result
+
+    def _insert_helper(
+        self, node: TreeNode, key: Any, value: Any, priority: int = 0, inserted_len: int = 0
+    ) -> tuple[int, TreeNode]:
+        length = len(key)
+        matched, last = super()._insert_helper(node, key, value, priority, inserted_len)
+        if matched < length:
+            if self._inserting is None:
+                raise RuntimeError("kv press: tokens inserted outside a request's checkpoint")
+            last.head_token_sets = self._inserting.sets(matched, length)
+            if last.lock_ref == 0:
+                self.evictable_cells += last.head_token_sets.cells()
+        return matched, last
+
+    def _split_node(self, key: Any, child: TreeNode, split_len: int) -> TreeNode:
+        sets = child.head_token_sets
+        parent = super()._split_node(key, child, split_len)
+        parent.head_token_sets = sets.slice(0, split_len)
+        child.head_token_sets = sets.slice(split_len, len(sets))
+        return parent
+
+    def checkpoint(self, req: Any, *, up_to: int) -> None:
+        super().checkpoint(req, up_to=up_to)
+        if self.disable:
+            return
+        row = self.rows[req.kv.req_pool_idx]
+        if not req.last_node.head_token_sets.known.all():
+            row.pending_node, row.pending_end = req.last_node, req.kv.cache_protected_len
+
+    def fill_pending(self, row: RowState, start: int, packed: BitArray) -> None:
+        """Decisions of `row`'s positions `[start, start + len(packed))` arrived after their checkpoint."""
+        node, end = row.pending_node, row.pending_end
+        stop = start + len(packed)
+        while node is not None and node is not self.root_node and end > start:
+            sets = node.head_token_sets
+            begin = end - len(sets)
+            low, high = max(begin, start), min(end, stop)
+            if sets.owner is row and low < high and not sets.known[low - begin : high - begin].all():
+                self._change(node, lambda s=sets: s.fill(low - begin, packed[low - start : high - start]))  # noqa: B023
+            node, end = node.parent, begin
+
+    # -- settling ---------------------------------------------------------------------------
+
+    def settle_path(self, row: RowState, node: TreeNode, end: int, limit: int) -> list[tuple[int, int]]:
+        """Order tree-owned positions `[row.cursor, limit)` settled where nobody else may see them.
+
+        `node` ends at position `end`. A node that another request holds is left dense: that request's
+        window may still reach those tokens. Returns the position ranges whose cells the step must free.
+        """
+        ranges: list[tuple[int, int]] = []
+        while node is not self.root_node and end > row.cursor:
+            sets = node.head_token_sets
+            begin = end - len(sets)
+            low, high = max(begin, row.cursor), min(end, limit)
+            if low < high and node.lock_ref == 1 and (sets.owner is row or sets.known.all()):
+                part = slice(low - begin, high - begin)
+                if not sets.settled[part].all():
+                    sets.settled[part] = True
+                    ranges.append((low, high))
+            node, end = node.parent, begin
+        return ranges
+
+    # -- giving cells back --------------------------------------------------------------------
+
+    def free_kv_row(self, kv: Any, ranges: list[tuple[int, int]]) -> None:
+        row = self.rows[kv.req_pool_idx]
+        credit = sum(row.cells(start, end) for start, end in ranges)
+        super().free_kv_row(kv, ranges)
+        self.token_to_kv_pool_allocator.ledger.credit(credit)
+
+    def _delete_leaf(self, node: TreeNode) -> None:
+        cells = node.head_token_sets.cells()
+        super()._delete_leaf(node)
+        self.evictable_cells -= cells
+        self.evicted_cells += cells
+        self.token_to_kv_pool_allocator.ledger.credit(cells)
+
+    def on_release(self, req: Any, *, checkpointed: bool) -> None:
+        super().on_release(req, checkpointed=checkpointed)
+        row = self.rows.pop(req.kv.req_pool_idx, None)
+        if row is not None and req.finished():
+            self._keep_stats(req, row)
+
+    def _keep_stats(self, req: Any, row: RowState) -> None:
+        """Statistics of a finished request over all positions it held, for its last output."""
+        protected = req.kv.cache_protected_len
+        sets = self.path_sets(req.last_node, protected) if protected else None
+        held = max(protected, min(req.owned_kv_len(), row.launched))
+        parts = [sets] if sets is not None else []
+        if held > protected:
+            parts.append(row.sets(protected, held))
+        options = parse_options(req.sampling_params.custom_params)
+        layout = self.token_to_kv_pool_allocator.cells.layout
+        whole = concatenate(parts, self.cells_per_token)
+        stats = request_stats(whole, layout, self.window, return_kept=options.return_kept)
+        setattr(req, STATS_ATTRIBUTE, stats)
+
+    def inc_lock_ref(self, node: TreeNode) -> Any:
+        if not self.disable:
+            self.evictable_cells -= sum(n.head_token_sets.cells() for n in self.path(node) if n.lock_ref == 0)
+        return super().inc_lock_ref(node)
+
+    def dec_lock_ref(self, node: TreeNode, params: DecLockRefParams | None = None) -> Any:
+        if not self.disable:
+            freed = [n for n in self.path(node) if n.lock_ref == 1]
+            self.evictable_cells += sum(n.head_token_sets.cells() for n in freed)
+        return super().dec_lock_ref(node, params)
+
+    def _change(self, node: TreeNode, change: Any) -> None:
+        """Apply `change` to a node's sets, keeping `evictable_cells` right."""
+        before = node.head_token_sets.cells()
+        change()
+        if node.lock_ref == 0:
+            self.evictable_cells += node.head_token_sets.cells() - before
+
+    # -- checks -----------------------------------------------------------------------------
+
+    def check_sets(self) -> list[str]:
+        """Violations of "the sets say what the cell table holds" (full scan; nothing in flight)."""
+        pool = self.token_to_kv_pool_allocator.cells
+        faults = []
+        unlocked = 0
+        for node in self.nodes():
+            sets = node.head_token_sets
+            faults += compare_with_table(pool, node, sets)
+            unlocked += sets.cells() if node.lock_ref == 0 else 0
+        if unlocked != self.evictable_cells:
+            faults.append(f"evictable_cells is {self.evictable_cells}, unlocked nodes hold {unlocked}")
+        return faults
+
+
+def compare_with_table(pool: Any, node: TreeNode, sets: HeadTokenSets) -> list[str]:
+    """Violations for one node: length, kept bits against table entries, cells against counts."""
+    import numpy as np
+
+    if len(sets) != len(node.key):
+        return [f"node {node.id}: sets of {len(sets)} tokens for a key of {len(node.key)}"]
+    kept = pool.kept(node.value).reshape(len(sets), -1).cpu().numpy()
+    packed = np.packbits(kept, axis=1)
+    faults = []
+    wrong = int((packed != sets.packed)[sets.known].any(axis=1).sum()) if len(sets) else 0
+    if wrong:
+        faults.append(f"node {node.id}: kept bits of {wrong} tokens differ from the cell table")
+    held = pool.held(node.value).cpu().numpy()
+    expected = np.where(sets.settled, sets.counts, sets.cells_per_token)
+    if (held != expected)[sets.known].any():
+        faults.append(f"node {node.id}: holds {int(held.sum())} cells, its sets say {int(expected.sum())}")
+    return faults

@@ -1,0 +1,172 @@
+"""What happens around one forward: drain, pop, score and condemn per layer, settle, report.
+
+All of it runs on the forward stream, in this order, so that a cell freed by one step can be
+popped by the next without waiting for the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvzap_sglang.kernels.bits import pack_bits
+from kvzap_sglang.memory.allocator import KVPressAllocator
+from kvzap_sglang.memory.head_token_sets import BitArray, count_bits
+from kvzap_sglang.presses.base import LayerInput, Press
+from kvzap_sglang.radix_cache import KVPressRadixCache
+from kvzap_sglang.step_plan import StepPlan, StepPlanner
+
+
+class StepDecisions:
+    """A step's decisions on their way to the CPU (SGLang's `DeviceAuxiliaryOutput` protocol).
+
+    Attributes:
+        packed: uint8 `[tokens, bytes]` kept bits of the step's tokens, in row order.
+        free_cells: free cells after the step.
+    """
+
+    def __init__(self, plan: StepPlan, packed: torch.Tensor, free_cells: int) -> None:
+        self.plan = plan
+        self.free_cells = free_cells
+        self._device_packed = packed
+        self._host_packed: torch.Tensor | None = None
+
+    def copy_to_host(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> StepDecisions:
+        """Start the copy (`DeviceAuxiliaryOutput`); called once, on the copy stream."""
+        if self._host_packed is None:
+            self._host_packed = copy_tensor(self._device_packed)
+        return self
+
+    def consume(self, batch: Any, commits: Any) -> None:
+        """Nothing left to do (`HostAuxiliaryOutput`): decisions are applied before the batch is processed."""
+
+    def packed(self) -> BitArray:
+        """The kept bits on the host; waits for a copy that nobody started (prefill-only batches)."""
+        source = self._device_packed if self._host_packed is None else self._host_packed
+        return source.cpu().numpy()
+
+
+class KVPressRuntime:
+    """One scheduler process' press: owns the order of events around each forward.
+
+    Attributes:
+        pruned_cells: cells freed by settling so far.
+        plan: the step being run, None between steps.
+        kept: bool `[tokens, layers, heads]` of the step being run, filled layer by layer.
+    """
+
+    def __init__(
+        self,
+        press: Press,
+        allocator: KVPressAllocator,
+        req_to_token: torch.Tensor,
+        *,
+        threshold: float,
+        sinks: int,
+        window: int,
+        sparse_prefill: bool,
+    ) -> None:
+        self.press = press
+        self.allocator = allocator
+        self.cells = allocator.cells
+        self.threshold, self.sinks, self.window = threshold, sinks, window
+        self.sparse_prefill = sparse_prefill
+        self.pruned_cells = 0
+        self.plan: StepPlan | None = None
+        self.kept: torch.Tensor | None = None
+        self._decisions: StepDecisions | None = None
+        self._slots: torch.Tensor | None = None
+        self._req_to_token = req_to_token
+        self._tree: KVPressRadixCache | None = None
+        self._planner: StepPlanner | None = None
+
+    @property
+    def tree(self) -> KVPressRadixCache:
+        if self._tree is None:
+            raise RuntimeError("kv press: the radix cache is not built yet")
+        return self._tree
+
+    def attach_tree(self, tree: KVPressRadixCache) -> None:
+        """The scheduler built its tree: from here on steps can be planned."""
+        self._tree = tree
+        self._planner = StepPlanner(tree, self.window, self.sparse_prefill)
+
+    # -- scheduler side -----------------------------------------------------------------------
+
+    def launch(self, batch: Any) -> StepPlan:
+        """Plan the step that is about to run."""
+        if self._planner is None:
+            raise RuntimeError("kv press: a batch was launched before the radix cache was built")
+        self.plan = self._planner.plan(batch)
+        return self.plan
+
+    def apply(self, decisions: StepDecisions) -> None:
+        """Take a step's decisions into rows, tree, ledger and the kept-fraction estimate."""
+        plan, packed = decisions.plan, decisions.packed()
+        self.allocator.ledger.report(plan.step, decisions.free_cells)
+        offset = 0
+        for row in plan.rows:
+            n = row.end - row.start
+            bits = packed[offset : offset + n]
+            row.state.fill(row.start, bits)
+            if row.state.pending_node is not None and row.start < row.state.pending_end:
+                self.tree.fill_pending(row.state, row.start, bits)
+            offset += n
+        if offset:
+            dense = offset * self.cells.layout.cells_per_token
+            self.allocator.kept_fraction.observe(int(count_bits(packed).sum()), dense, offset)
+
+    # -- forward stream ---------------------------------------------------------------------
+
+    def begin(self, out_cache_loc: torch.Tensor) -> None:
+        """Head of a step: drain freed slots, pop cells for the new ones."""
+        plan = self.require_plan()
+        self._slots = out_cache_loc[: plan.tokens].to(torch.int64)
+        self.allocator.drain()
+        self.cells.pop(self._slots)
+        layout = self.cells.layout
+        self.kept = torch.ones(
+            plan.tokens, layout.layers, layout.heads, dtype=torch.bool, device=self._slots.device
+        )
+
+    def score(self, layer: int, inputs: LayerInput) -> None:
+        """Decide one layer's new tokens from the layer's input, before its attention."""
+        if self.threshold == -np.inf:
+            return
+        if self.plan is None or self.kept is None or self._slots is None:
+            raise RuntimeError("kv press: a layer ran outside a planned step")
+        n = self.plan.tokens
+        inputs = LayerInput(*(tensor[:n] for tensor in inputs))
+        condemned = self.press.score(layer, inputs).float() < self.threshold
+        if self.sinks:
+            condemned &= (inputs.positions >= self.sinks)[:, None]
+        self.kept[:, layer] = ~condemned
+        self.cells.condemn(layer, self._slots, condemned)
+
+    def end(self) -> StepDecisions:
+        """Tail of a step: settle what left the window, pack the decisions."""
+        plan, kept = self.require_plan(), self.kept
+        if kept is None:
+            raise RuntimeError("kv press: a step ended that did not begin")
+        if plan.settle and self.threshold != -np.inf:
+            slots = [self._req_to_token[row, start:end] for row, start, end in plan.settle]
+            self.pruned_cells += self.cells.settle(torch.cat(slots).to(torch.int64))
+        self._decisions = StepDecisions(plan, pack_bits(kept.flatten(1)), self.cells.free_cells)
+        self.plan = self.kept = self._slots = None
+        return self._decisions
+
+    def take_decisions(self) -> StepDecisions:
+        """The decisions of the step that was just run, once. Raises when its forward did not run."""
+        decisions, self._decisions = self._decisions, None
+        if decisions is None:
+            raise RuntimeError("kv press: a launched batch ran no forward")
+        return decisions
+
+    def require_plan(self) -> StepPlan:
+        """The step being run. Raises when a forward was not planned by the scheduler."""
+        if self.plan is None:
+            raise RuntimeError("kv press: a forward ran that the scheduler did not plan")
+        return self.plan
