@@ -105,7 +105,10 @@ def contestants(shape: Shape) -> dict[str, Callable[[Layer], object]]:
     def sdpa_gqa(x: Layer) -> object:
         return F.scaled_dot_product_attention(x.q[:, :, None], x.k, x.v, scale=scale, enable_gqa=True)
 
-    timed: dict[str, Callable[[Layer], object]] = {"sdpa, group as rows": sdpa_rows, "sdpa, enable_gqa": sdpa_gqa}
+    timed: dict[str, Callable[[Layer], object]] = {
+        "sdpa, group as rows": sdpa_rows,
+        "sdpa, enable_gqa": sdpa_gqa,
+    }
     for layout in LAYOUTS:
         timed[f"read {layout}"] = read(layout)
         timed[f"kernel {layout}"] = kernel(layout)
@@ -136,7 +139,9 @@ def report(shape: Shape, dtype: torch.dtype, seconds: dict[str, list[float]]) ->
     print(f"\n{str(dtype).removeprefix('torch.')}: dense {dense / 1e6:.1f} MB, {shape.kept:.0%} visible")
     for name, middle in median.items():
         size = dense if name.startswith("sdpa") else dense * shape.kept
-        print(f"  {name:20s} {middle * 1e3:7.3f} ms  (best {min(seconds[name]) * 1e3:7.3f})  {size / middle / 1e9:5.1f} GB/s")
+        print(
+            f"  {name:20s} {middle * 1e3:7.3f} ms  (best {min(seconds[name]) * 1e3:7.3f})  {size / middle / 1e9:5.1f} GB/s"
+        )
     for layout in LAYOUTS:
         own = median[f"kernel {layout}"]
         print(
@@ -161,9 +166,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    shape = Shape(
-        options.batch, options.q_heads, options.kv_heads, options.dim, options.context, options.kept
-    )
+    shape = Shape(options.batch, options.q_heads, options.kv_heads, options.dim, options.context, options.kept)
     print(f"{processor()}, {options.threads} threads, torch {torch.__version__}, ISA level {isa_level()}, {shape}")
     for dtype in (torch.float32, torch.bfloat16):
         report(shape, dtype, measure(shape, dtype, options.layers, options.rounds))

@@ -147,7 +147,9 @@ def print_summary(turns: dict[str, list[Turn]]) -> None:
     if len(kept) == len(last):
         print(f"At the end the two conversations keep {' and '.join(f'{k:.0%}' for k in kept)} of their KV cache.")
     else:
-        print("This server prunes nothing: start it with --kv-press kvzap (see `make serve`) to fill the other columns.")
+        print(
+            "This server prunes nothing: start it with --kv-press kvzap (see `make serve`) to fill the other columns."
+        )
 
 
 def main() -> int:

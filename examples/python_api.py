@@ -1,7 +1,7 @@
 """The press without a server: `KVPressEngine` takes SGLang's engine arguments and the press options.
 
-    python examples/python_api.py --model-path Qwen/Qwen3-8B
-    python examples/python_api.py --model-path models/SmolLM2-135M-Instruct --kv-press-model SURROGATE --device cpu
+python examples/python_api.py --model-path Qwen/Qwen3-8B
+python examples/python_api.py --model-path models/SmolLM2-135M-Instruct --kv-press-model SURROGATE --device cpu
 """
 
 from __future__ import annotations

@@ -33,7 +33,8 @@ def attention_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
             f"--kv-press does not know the layers of {name}: serve one of {', '.join(SUPPORTED_MODELS)}, "
             "or start without --kv-press"
         )
-    return [layer.self_attn for layer in model.model.layers]
+    layers: Any = model.get_submodule("model.layers")
+    return [layer.self_attn for layer in layers]
 
 
 def build_press(config: KVPressConfig, model_runner: Any) -> Press:
@@ -67,7 +68,7 @@ def wrap_layers(model: torch.nn.Module, score: Callable[[int, LayerInput], None]
     """Call `score(layer, inputs)` before each layer's attention. Returns the number of layers wrapped."""
     modules = attention_modules(model)
     for index, module in enumerate(modules):
-        module.forward = _scored(module.forward, index, score)  # type: ignore[method-assign]
+        module.forward = _scored(module.forward, index, score)
     return len(modules)
 
 
@@ -83,8 +84,6 @@ def _scored(
                 "serve an unquantised checkpoint"
             )
         score(layer, LayerInput(hidden_states, positions, forward_batch.input_ids))
-        return forward(
-            positions=positions, hidden_states=hidden_states, forward_batch=forward_batch, **kwargs
-        )
+        return forward(positions=positions, hidden_states=hidden_states, forward_batch=forward_batch, **kwargs)
 
     return scored_forward

@@ -14,7 +14,7 @@ from kvzap_sglang.config import KVPressConfig, build_config, flag_name, from_env
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add one flag per field; None stands for "not given" so that YAML and environment can fill it."""
     # argparse takes `-inf` for an option unless it looks like a negative number to it.
-    parser._negative_number_matcher = re.compile(r"^-(\d+|\d*\.\d+|\d+(\.\d*)?[eE][-+]?\d+|inf)$")  # type: ignore[attr-defined]
+    parser._negative_number_matcher = re.compile(r"^-(\d+|\d*\.\d+|\d+(\.\d*)?[eE][-+]?\d+|inf)$")
     group = parser.add_argument_group("kvzap-sglang: KV cache pruning")
     for name, field in KVPressConfig.model_fields.items():
         choices, kind = _choices_and_type(field.annotation)

@@ -74,9 +74,7 @@ class KVPressConfig(BaseModel):
     @model_validator(mode="after")
     def _fits_the_press(self) -> KVPressConfig:
         if self.kv_press != "kvzap" and self.kv_press_model is not None:
-            raise ValueError(
-                f"--kv-press-model is only read by --kv-press kvzap, not by {self.kv_press}: remove it"
-            )
+            raise ValueError(f"--kv-press-model is only read by --kv-press kvzap, not by {self.kv_press}: remove it")
         if self.kv_press == "streaming" and self.kv_press_threshold not in (None, -math.inf):
             raise ValueError(
                 "--kv-press-threshold means nothing to --kv-press streaming (it keeps the window and the "

@@ -163,6 +163,8 @@ class KVPressRadixCache(RadixCache):
     def _delete_leaf(self, node: TreeNode) -> None:
         cells = node.head_token_sets.cells()
         super()._delete_leaf(node)
+        # Decisions that arrive for it later must not be counted into the tree.
+        node.head_token_sets.owner = None
         self.evictable_cells -= cells
         self.evicted_cells += cells
         self.token_to_kv_pool_allocator.ledger.credit(cells)

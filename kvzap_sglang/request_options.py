@@ -34,6 +34,4 @@ def parse_options(custom_params: Any) -> RequestOptions:
         fault = error.errors()[0]
         name = ".".join(str(part) for part in fault["loc"])
         known = ", ".join(RequestOptions.model_fields)
-        raise OptionError(
-            f'custom_params["{KEY}"].{name}: {fault["msg"]} (known options: {known})'
-        ) from error
+        raise OptionError(f'custom_params["{KEY}"].{name}: {fault["msg"]} (known options: {known})') from error

@@ -128,9 +128,7 @@ class KVPressRuntime:
         self.allocator.drain()
         self.cells.pop(self._slots)
         layout = self.cells.layout
-        self.kept = torch.ones(
-            plan.tokens, layout.layers, layout.heads, dtype=torch.bool, device=self._slots.device
-        )
+        self.kept = torch.ones(plan.tokens, layout.layers, layout.heads, dtype=torch.bool, device=self._slots.device)
 
     def score(self, layer: int, inputs: LayerInput) -> None:
         """Decide one layer's new tokens from the layer's input, before its attention."""

@@ -28,7 +28,7 @@ SURROGATE_VARIABLE = "KVZAP_SURROGATE"
 DEVELOPMENT_SURROGATE = REPOSITORY.parent / "shared" / "data" / f"KVzap-mlp-{MODEL}"
 THRESHOLD = -3.0  # removes about two thirds on this model; retrieval holds up to here, not beyond
 HOST = "127.0.0.1"
-START_SECONDS = 300
+START_SECONDS = 600  # 20 s on two free cores; minutes on busy ones
 STOP_SECONDS = 20
 
 
@@ -91,9 +91,17 @@ def wait_until_healthy(server: subprocess.Popen[bytes], url: str, log: Path) -> 
             raise DemoError(f"the server ended with code {server.returncode}:\n{log_tail(log)}")
         if waited > START_SECONDS:
             raise DemoError(f"the server is not healthy after {START_SECONDS} s:\n{log_tail(log)}")
-        print(f"\rstarting the server ... {waited:.0f} s", end="", flush=True)
-        time.sleep(1)
-    print(f"\rserver ready at {url} after {time.monotonic() - start:.0f} s", flush=True)
+        show_progress(f"starting the server ... {waited:.0f} s")
+        time.sleep(1 if sys.stdout.isatty() else 5)
+    show_progress(f"server ready at {url} after {time.monotonic() - start:.0f} s", last=True)
+
+
+def show_progress(text: str, last: bool = False) -> None:
+    """One line that is overwritten on a terminal, a line of its own in a file."""
+    if sys.stdout.isatty():
+        print(f"\r{text}", end="\n" if last else "", flush=True)
+    else:
+        print(text, flush=True)
 
 
 def log_tail(log: Path, lines: int = 30) -> str:

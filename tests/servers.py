@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import os
-import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
 
+from kvzap_sglang.local_server import LocalServer, ServerError, local_server
+
 MODELS = Path(os.environ.get("KVZAP_TEST_MODELS", Path(__file__).parents[1] / "models"))
-START_SECONDS = 240
-BASE_FLAGS = ("--device", "cpu", "--host", "127.0.0.1", "--skip-server-warmup")
+BASE_FLAGS = ("--device", "cpu", "--skip-server-warmup", "--sleep-on-idle")
 LEAK_WORDS = ("leak detected", "memory leak", "pool-bytes", "Traceback", "kv press: node", "double free")
 
 
@@ -32,13 +28,8 @@ def model_path(name: str) -> str:
     return str(path)
 
 
-@dataclass
-class Server:
-    """A running server."""
-
-    url: str
-    log_path: Path
-    process: subprocess.Popen[bytes]
+class Server(LocalServer):
+    """A running server with the calls that tests make."""
 
     def generate(
         self,
@@ -78,61 +69,32 @@ class Server:
             time.sleep(0.1)
         raise RuntimeError("the server refused to flush its cache for 10 s")
 
-    def log(self) -> str:
-        return self.log_path.read_text(errors="replace")
-
     def check_healthy(self) -> None:
         """Raises when the server died or logged a leak or a traceback."""
         if self.process.poll() is not None:
             raise AssertionError(f"server exited with {self.process.returncode}:\n{self.log()[-4000:]}")
         text = self.log()
         for word in LEAK_WORDS:
-            if (
-                word in text
-                and "freeze_gc" not in text[max(0, text.index(word) - 3000) : text.index(word) + 3000]
-            ):
-                raise AssertionError(
-                    f"{word!r} in the log:\n{text[max(0, text.index(word) - 1500) :][:5000]}"
-                )
+            if word in text and "freeze_gc" not in text[max(0, text.index(word) - 3000) : text.index(word) + 3000]:
+                raise AssertionError(f"{word!r} in the log:\n{text[max(0, text.index(word) - 1500) :][:5000]}")
 
 
 def environment(extra: dict[str, str] | None = None) -> dict[str, str]:
     """What a server of the tests runs with: one thread, offline, SGLang's strictest memory checks."""
     return {
-        **os.environ,
         "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
         "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "2",
         **(extra or {}),
     }
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @contextmanager
 def serve(model: str, log_path: Path, *flags: str, env: dict[str, str] | None = None) -> Iterator[Server]:
-    """A server for the duration of a `with` block."""
-    port = free_port()
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model, "--port", str(port)]
-    with log_path.open("wb") as log:
-        process = subprocess.Popen(
-            [*command, *BASE_FLAGS, *flags],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=environment(env),
-            start_new_session=True,
-        )
-    server = Server(f"http://127.0.0.1:{port}", log_path, process)
-    try:
-        _wait(server)
+    """A server for the duration of a `with` block; healthy at its end too."""
+    with local_server(model, log_path, [*BASE_FLAGS, *flags], env=environment(env)) as started:
+        server = Server(started.url, started.log_path, started.process)
         yield server
         server.check_healthy()
-    finally:
-        _stop(process)
 
 
 def failed_start(model: str, log_path: Path, *flags: str, env: dict[str, str] | None = None) -> str:
@@ -140,35 +102,6 @@ def failed_start(model: str, log_path: Path, *flags: str, env: dict[str, str] | 
     try:
         with serve(model, log_path, *flags, env=env):
             pass
-    except RuntimeError:
+    except ServerError:
         return log_path.read_text(errors="replace")
     raise AssertionError("the server started")
-
-
-def _wait(server: Server) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline:
-        if server.process.poll() is not None:
-            raise RuntimeError(f"server exited with {server.process.returncode}:\n{server.log()[-6000:]}")
-        try:
-            if requests.get(f"{server.url}/health", timeout=5).ok:
-                return
-        except requests.RequestException:
-            time.sleep(0.3)
-    raise TimeoutError(f"not healthy after {START_SECONDS} s:\n{server.log()[-6000:]}")
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    for number, patience in ((signal.SIGTERM, 15), (signal.SIGKILL, 15)):
-        try:
-            os.killpg(process.pid, number)
-        except ProcessLookupError:
-            break
-        try:
-            process.wait(patience)
-        except subprocess.TimeoutExpired:
-            continue
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return

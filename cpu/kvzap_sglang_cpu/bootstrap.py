@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 
-from kvzap_sglang_cpu.torchvision_shim import TorchvisionShim
+from .torchvision_shim import TorchvisionShim
 
 TYPE_CHECKING = False  # as in `typing`, whose import would cost every Python start here 15 ms
 if TYPE_CHECKING:

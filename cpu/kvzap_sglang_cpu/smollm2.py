@@ -13,13 +13,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kvzap_sglang_cpu.model_folder import is_complete, write_model_folder
+from .model_folder import is_complete, write_model_folder
 
 NAME = "SmolLM2-135M-Instruct"
 GGUF_FILE = f"{NAME}.Q4_1.gguf"
 CONTEXT_LENGTH = 8192
 _NORMAL_TOKEN = 1  # llama.cpp's token type for an ordinary vocabulary entry
-_STALE_CONFIG_KEYS = ("quantization_config", "_pre_quantization_dtype", "_name_or_path", "_model_name_or_path")
+_STALE_CONFIG_KEYS = (
+    "quantization_config",
+    "_pre_quantization_dtype",
+    "_name_or_path",
+    "_model_name_or_path",
+)
 
 
 def folder_names() -> dict[str, str]:

@@ -9,8 +9,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from kvzap_sglang_cpu import smollm2
-from kvzap_sglang_cpu.model_folder import is_complete, write_model_folder
+from . import smollm2
+from .model_folder import is_complete, write_model_folder
 
 SEED = 0
 FOLDERS = {"tiny-llama-random": "llama", "tiny-qwen3-random": "qwen3"}

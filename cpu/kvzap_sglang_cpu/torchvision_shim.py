@@ -48,7 +48,8 @@ class TorchvisionShim:
         # A "+cpu" wheel declares its own operators, and torch refuses a second declaration.
         if spec is None or spec.loader is None or _is_cpu_build():
             return spec
-        spec.loader = _DeclareFirst(spec.loader)
+        # By duck typing: the base class is in importlib.abc, whose import every Python start here would pay for.
+        spec.loader = _DeclareFirst(spec.loader)  # type: ignore[assignment]
         return spec
 
 

@@ -28,9 +28,7 @@ def assign_req_to_token_pool_cpu(
     Caller: sglang/srt/mem_cache/allocation.py, assign_req_to_token_pool_func.
     """
     offset = 0
-    for request, start, end in zip(
-        req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True
-    ):
+    for request, start, end in zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True):
         count = end - start
         if count < 0 or end > pool_len or offset + count > out_cache_loc.numel():
             raise ValueError(f"request {request}: cannot place slots {start}:{end} (pool_len {pool_len})")

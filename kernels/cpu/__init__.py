@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from .extend import extend_dense, extend_sparse
-from .native import ragged_decode, read_rows, visible_cells, write_cells
+from .native import describe, ragged_decode, read_rows, visible_cells, write_cells
 
-__all__ = ["extend_dense", "extend_sparse", "ragged_decode", "read_rows", "visible_cells", "write_cells"]
+__all__ = ["describe", "extend_dense", "extend_sparse", "ragged_decode", "read_rows", "visible_cells", "write_cells"]

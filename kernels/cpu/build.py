@@ -30,6 +30,7 @@ _ISA_FLAGS = {
 }
 _BUILD_TIMEOUT_S = 300
 _lock = threading.Lock()
+_failures: list[str] = []
 
 
 class BuildError(RuntimeError):
@@ -139,6 +140,7 @@ def _load_or_warn() -> ctypes.CDLL | None:
     try:
         return _load()
     except (BuildError, OSError) as error:
+        _failures.append(str(error))
         logger.warning("CPU attention falls back to plain torch, which is several times slower: %s", error)
         return None
 
@@ -149,7 +151,13 @@ def library() -> ctypes.CDLL | None:
         return _load_or_warn()
 
 
+def failure() -> str:
+    """Why `library()` is None; empty where it is not, or was not asked for yet."""
+    return _failures[-1] if _failures else ""
+
+
 def forget() -> None:
     """Drop the loaded library, so that the next use builds or loads it again (tests)."""
     with _lock:
+        _failures.clear()
         _load_or_warn.cache_clear()

@@ -36,6 +36,15 @@ def isa_level() -> int:
     return _ISA_LEVELS[wanted]
 
 
+def describe() -> str:
+    """One line for people: which kernels attention runs on here, and with what. Builds them if that is still to do."""
+    library = build.library()
+    if library is None:
+        return f"plain torch, several times slower than the C++ kernels: {build.failure()}"
+    isa = next(name for name, level in _ISA_LEVELS.items() if level == isa_level())
+    return f"C++ kernels, {isa}, {torch.get_num_threads()} threads, OpenMP from {build.loaded_openmp() or 'the system'}"
+
+
 @lru_cache(maxsize=1)
 def _functions(library: ctypes.CDLL) -> ctypes.CDLL:
     """Declares the C signatures once: without them ctypes would cut pointers to 32 bits."""

@@ -4,7 +4,7 @@
 
 namespace kvzap {
 
-constexpr int kBlock = 64;  // keys per softmax block: their K and V rows stay in the first-level cache at D = 64
+constexpr int kBlock = 32;  // keys per softmax block: with D = 128 in fp32 their K rows and V rows are 16 KiB each
 
 // Some consecutive visible cells of one (request, KV head), and where their unnormalised attention goes.
 struct Segment {

@@ -183,9 +183,7 @@ def _masked_by(model: Any, rule: _Rule) -> Iterator[None]:
     AttentionInterface.register(_ATTENTION, _attend)
     before = model.config._attn_implementation
     hooks = [
-        layer.self_attn.register_forward_pre_hook(
-            partial(_before_attention, rule=rule, layer=index), with_kwargs=True
-        )
+        layer.self_attn.register_forward_pre_hook(partial(_before_attention, rule=rule, layer=index), with_kwargs=True)
         for index, layer in enumerate(model.base_model.layers)
     ]
     try:
@@ -219,9 +217,7 @@ def _check_model(model: Any) -> None:
         raise ValueError(f"the oracle knows {', '.join(_ARCHITECTURES)}, not {name}")
     kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
-        raise ValueError(
-            f"the oracle knows full attention only, the model has layers of type {sorted(kinds)}"
-        )
+        raise ValueError(f"the oracle knows full attention only, the model has layers of type {sorted(kinds)}")
     if model.training:
         raise ValueError("the model is in training mode: call model.eval()")
 

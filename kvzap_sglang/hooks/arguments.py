@@ -33,8 +33,9 @@ def from_cli_args(original: Callable[..., Any], cls: type, namespace: argparse.N
             config = config.resolved_for(namespace.model_path)
     except (KVPressConfigError, ValueError) as error:
         raise SystemExit(f"error: {error}") from error
-    server_args = original(namespace) if hasattr(original, "__self__") else original(cls, namespace)
+    server_args = original(cls, namespace)
     set_config(server_args, config)
+    server_args._kv_press_from_cli = True
     return server_args
 
 
@@ -46,10 +47,8 @@ def choose_backends(server_args: Any, previous: Callable[[Any], None]) -> None:
         from kvzap_sglang.guard import refuse_chosen_backends
         from kvzap_sglang.plugin import BACKEND
 
-        refuse_chosen_backends(server_args)
-        declare_resolution(
-            server_args, "kvzap-sglang", attention_backend=BACKEND, radix_cache_backend=BACKEND
-        )
+        _refuse(server_args, lambda: refuse_chosen_backends(server_args))
+        declare_resolution(server_args, "kvzap-sglang", attention_backend=BACKEND, radix_cache_backend=BACKEND)
     previous(server_args)
 
 
@@ -61,4 +60,14 @@ def validate(server_args: Any, previous: Callable[[Any], None]) -> None:
         return
     from kvzap_sglang.guard import preflight
 
-    preflight(server_args, config)
+    _refuse(server_args, lambda: preflight(server_args, config))
+
+
+def _refuse(server_args: Any, check: Callable[[], None]) -> None:
+    """Run `check`; on a command line its error is the program's last word, without a traceback."""
+    try:
+        check()
+    except KVPressConfigError as error:
+        if getattr(server_args, "_kv_press_from_cli", False):
+            raise SystemExit(f"error: {error}") from error
+        raise

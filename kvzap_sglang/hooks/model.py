@@ -64,6 +64,4 @@ def attach_decisions(result: Any, runner: Any, logits_output: Any, forward_batch
         return
     from sglang.srt.managers.auxiliary_output import append_auxiliary_output
 
-    logits_output.auxiliary_device_output = append_auxiliary_output(
-        logits_output.auxiliary_device_output, decisions
-    )
+    logits_output.auxiliary_device_output = append_auxiliary_output(logits_output.auxiliary_device_output, decisions)

@@ -82,9 +82,7 @@ def next_prefill(original: Callable[..., Any], scheduler: Any, *args: Any, **kwa
     return batch, running
 
 
-def validate_request(
-    original: Callable[..., Any], manager: Any, request: Any, *args: Any, **kwargs: Any
-) -> Any:
+def validate_request(original: Callable[..., Any], manager: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
     """Answer a request whose press options cannot be honoured with a 400 (tokenizer process)."""
     if config_of(manager.server_args) is not None:
         params = getattr(request, "sampling_params", None)
@@ -101,9 +99,7 @@ _WEIGHT_MESSAGE = (
 )
 
 
-def refuse_weight_update(
-    original: Callable[..., Any], updater: Any, request: Any, *args: Any, **kwargs: Any
-) -> Any:
+def refuse_weight_update(original: Callable[..., Any], updater: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
     """A surrogate is trained on fixed weights: with new ones it would silently score wrongly."""
     if runtime_of(updater) is None:
         return original(updater, request, *args, **kwargs)

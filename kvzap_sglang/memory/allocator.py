@@ -66,9 +66,7 @@ class KVPressAllocator(TokenToKVPoolAllocator):
         """Cells of `tokens` dense tokens."""
         return tokens * self.cells.layout.cells_per_token
 
-    def create_prefill_budget(
-        self, tree_cache: Any, *, num_mixed_decode_tokens: int = 0
-    ) -> KVPressPrefillBudget:
+    def create_prefill_budget(self, tree_cache: Any, *, num_mixed_decode_tokens: int = 0) -> KVPressPrefillBudget:
         return KVPressPrefillBudget(self, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens)
 
     def evict_to_free_tokens(self, tree_cache: Any, num_tokens: int) -> None:

@@ -53,9 +53,7 @@ class KVPressPrefillBudget(PrefillBudget):
     def physical_demand(self, extend_tokens: int, new_tokens: float) -> float:
         """Dense tokens a request needs at its peak: its dense prompt, or what is kept plus a window."""
         kept = self.allocator.kept_fraction.planned
-        after = kept * (extend_tokens + new_tokens) + (1.0 - kept) * min(
-            self.window, extend_tokens + new_tokens
-        )
+        after = kept * (extend_tokens + new_tokens) + (1.0 - kept) * min(self.window, extend_tokens + new_tokens)
         return max(float(extend_tokens), after)
 
     def check_prefill(

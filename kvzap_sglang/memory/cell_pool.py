@@ -127,9 +127,7 @@ class CellPool:
     def _push(self, cells: torch.Tensor) -> int:
         n = cells.numel()
         if self._free + n > self.layout.cells_total:
-            raise RuntimeError(
-                f"{n} cells freed onto {self._free} free of {self.layout.cells_total}: freed twice"
-            )
+            raise RuntimeError(f"{n} cells freed onto {self._free} free of {self.layout.cells_total}: freed twice")
         self._stack[self._free : self._free + n] = cells
         self._free += n
         self._sorted = self._sorted and n == 0

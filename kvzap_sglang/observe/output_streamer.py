@@ -11,7 +11,7 @@ STATS_ATTRIBUTE = "kv_press_stats"
 def press_streamer(base: type) -> type:
     """A subclass of SGLang's streamer class `base`."""
 
-    class KVPressOutputStreamer(base):  # type: ignore[misc]
+    class KVPressOutputStreamer(base):
         __slots__ = ()
         has_additional_customized_info = True
 

@@ -11,9 +11,7 @@ from kvzap_sglang.memory.layout import CellLayout
 from kvzap_sglang.observe.kept import pack_kept
 
 
-def request_stats(
-    sets: HeadTokenSets, layout: CellLayout, window: int, *, return_kept: bool
-) -> dict[str, Any]:
+def request_stats(sets: HeadTokenSets, layout: CellLayout, window: int, *, return_kept: bool) -> dict[str, Any]:
     """`meta_info["kv_press"]` from the sets of all tokens a request held at its end.
 
     kept_cells: cells in memory (kept pairs, and everything not yet settled, such as the window).

@@ -129,9 +129,7 @@ def read_config(path_or_id: str) -> SurrogateConfig:
     return _parse_config(_locate(path_or_id, [CONFIG_FILE]) / CONFIG_FILE, path_or_id)
 
 
-def check_fits(
-    config: SurrogateConfig, *, hidden_size: int, num_layers: int, num_kv_heads: int, source: str
-) -> None:
+def check_fits(config: SurrogateConfig, *, hidden_size: int, num_layers: int, num_kv_heads: int, source: str) -> None:
     """Raise SurrogateError, with both sets of numbers, unless the surrogate was made for these sizes.
 
     `num_kv_heads` counts the whole model (before tensor parallel); `source` is what the user gave.

@@ -71,9 +71,7 @@ class Replay:
         self.keys[t].append(k)
         self.values[t].append(attn.v_proj(x).view(-1, attn.head_dim))
         self.scores[t].append(self.score(index, x)[0])
-        self.kept[t].append(
-            [t < self.sinks or not s < self.threshold for s in self.scores[t][index].tolist()]
-        )
+        self.kept[t].append([t < self.sinks or not s < self.threshold for s in self.scores[t][index].tolist()])
         keys = torch.stack([per_layer[index] for per_layer in self.keys])
         values = torch.stack([per_layer[index] for per_layer in self.values])
         outputs = []

@@ -123,9 +123,7 @@ def check_replay(result: OracleResult, replay: Replay) -> None:
     expect_logits(result, torch.stack(replay.logits))
     scores = torch.stack([torch.stack(per_layer) for per_layer in replay.scores])
     torch.testing.assert_close(result.scores, scores, atol=1e-4, rtol=0)
-    assert result.scores.abs().min() > 1e-4, (
-        "a score this near the threshold makes the comparison a coin toss"
-    )
+    assert result.scores.abs().min() > 1e-4, "a score this near the threshold makes the comparison a coin toss"
     expected = ~(scores < replay.threshold)
     expected[: replay.sinks] = True
     assert torch.equal(result.kept, expected)
@@ -147,9 +145,7 @@ def test_sparse_is_a_function_of_the_prefix(model: Any, surrogate: Surrogate) ->
     assert torch.equal(cold.token_logprobs, hits.token_logprobs)
 
 
-def test_blocks_do_not_change_the_result(
-    model: Any, surrogate: Surrogate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_do_not_change_the_result(model: Any, surrogate: Surrogate, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = run(model, surrogate, EXACT_END)
     monkeypatch.setattr(oracle, "_QUERY_BLOCK", 7)
     monkeypatch.setattr(oracle, "_LOGIT_BLOCK", 10)
@@ -222,9 +218,7 @@ def test_impossible_turns_are_refused(model: Any, surrogate: Surrogate, turns: l
         run(model, surrogate, turns)
 
 
-@pytest.mark.parametrize(
-    "rule", [{"window": -1}, {"sinks": -1}, {"threshold": math.nan}, {"prefill": "other"}]
-)
+@pytest.mark.parametrize("rule", [{"window": -1}, {"sinks": -1}, {"threshold": math.nan}, {"prefill": "other"}])
 def test_bad_rules_are_refused(model: Any, surrogate: Surrogate, rule: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="bad rule"):
         run(model, surrogate, **rule)

@@ -26,6 +26,13 @@ CONFIGS = {
     "mlp -4 decoding=True": ("mlp", -4.0),
     "linear -3 decoding=True": ("linear", -3.0),
 }
+# Every configuration once, every length once: all twelve agree, but take two minutes of one core.
+CASES = [
+    *((300, config) for config in CONFIGS),
+    (700, "mlp -4 decoding=False"),
+    (700, "mlp -4 decoding=True"),
+    (1260, "linear -3 decoding=True"),
+]
 
 
 @cache
@@ -55,8 +62,7 @@ def oracle_of(run: dict[str, Any]) -> OracleResult:
     return run_oracle(model(), surrogate, tokens, turns, threshold=threshold, window=WINDOW)
 
 
-@pytest.mark.parametrize("length", [300, 700, 1260])
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize(("length", "config"), CASES)
 def test_reproduces_kvpress(length: int, config: str) -> None:
     for needed in (DATA / "golden_smollm2_kvpress.json", MODEL):
         if not needed.exists():
@@ -66,7 +72,7 @@ def test_reproduces_kvpress(length: int, config: str) -> None:
     steps = slice(run["T"] - 1, run["T"] - 1 + len(run["output_ids"]))
     margins = torch.tensor(run["top2_margin"])
     clear = margins >= NEAR
-    assert clear.sum() >= 150
+    assert clear.sum() >= len(margins) - 2
     assert torch.equal(result.argmax[steps][clear], torch.tensor(run["output_ids"])[clear])
     # The file rounds margins to 3 decimals.
     torch.testing.assert_close(result.margins[steps], margins, atol=NEAR, rtol=0)

@@ -1,0 +1,260 @@
+"""A scheduler and a device without a model: real allocator, tree, planner and cells under any order of events."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from sglang.srt.managers.schedule_batch import ReqKvInfo
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+from kvzap_sglang.memory.allocator import KVPressAllocator
+from kvzap_sglang.memory.cell_pool import CellPool
+from kvzap_sglang.memory.layout import CellLayout
+from kvzap_sglang.presses.base import LayerInput
+from kvzap_sglang.radix_cache import KVPressRadixCache
+from kvzap_sglang.runtime import KVPressRuntime, StepDecisions
+
+LAYERS, HEADS = 2, 3
+
+
+class CoinPress:
+    """Condemns a fraction of pairs, differently every time it is asked."""
+
+    digest = "coin"
+
+    def __init__(self, removed: float) -> None:
+        self.removed = removed
+
+    def score(self, layer: int, inputs: LayerInput) -> torch.Tensor:
+        return torch.rand(len(inputs.positions), HEADS) - self.removed
+
+
+class RowPool:
+    """`req_to_token` and its `write`."""
+
+    def __init__(self, rows: int, context: int) -> None:
+        self.req_to_token = torch.zeros(rows + 1, context, dtype=torch.int32)
+        self.free = list(range(1, rows + 1))
+
+    def write(self, where: Any, values: torch.Tensor) -> None:
+        self.req_to_token[where] = values.to(torch.int32)
+
+
+class Request:
+    """The attributes of SGLang's `Req` that tree and planner read."""
+
+    def __init__(self, rid: int, prompt: list[int], max_new: int) -> None:
+        self.rid, self.max_new = str(rid), max_new
+        self.origin_input_ids = array("q", prompt)
+        self.output_ids: list[int] = []
+        self.full_untruncated_fill_ids = array("q", prompt)
+        self.kv = ReqKvInfo()
+        self.extra_key = self.cache_salt = None
+        self.priority = 0
+        self.prefix_len = self.extend_end = 0
+        self.last_node: Any = None
+        self.lock: Any = None
+        self.sampling_params = SimpleNamespace(custom_params=None)
+        self.done = False
+
+    def finished(self) -> bool:
+        return self.done
+
+    def owned_kv_len(self) -> int:
+        return self.kv.kv_committed_len
+
+
+class Simulator:
+    """Launches steps and processes their results `lag` steps later, as overlap scheduling does."""
+
+    def __init__(self, *, physical: int, headroom: int, window: int, lag: int, removed: float, sparse: bool) -> None:
+        layout = CellLayout(LAYERS, HEADS, 4, 4, 4, physical, physical * headroom)
+        self.pool = CellPool(layout, torch.float32, "cpu")
+        cache = SimpleNamespace(cells=self.pool)
+        self.allocator = KVPressAllocator(physical * headroom, torch.float32, "cpu", cache, False)  # type: ignore[arg-type]
+        self.rows = RowPool(8, 512)
+        params = CacheInitParams(
+            disable=False,
+            req_to_token_pool=self.rows,
+            token_to_kv_pool_allocator=self.allocator,
+            page_size=1,
+        )
+        self.tree = KVPressRadixCache(params, window)
+        self.runtime = KVPressRuntime(
+            CoinPress(removed),
+            self.allocator,
+            self.rows.req_to_token,
+            threshold=0.0,
+            sinks=0,
+            window=window,
+            sparse_prefill=sparse,
+        )
+        self.runtime.attach_tree(self.tree)
+        self.lag = lag
+        self.window = window
+        self.results: deque[tuple[StepDecisions, Any]] = deque()
+        self.chunked: Request | None = None
+        self.running: list[Request] = []
+
+    # -- events -----------------------------------------------------------------------------
+
+    def admit(self, request: Request) -> bool:
+        """Match, lock and give a row, if the dense prompt fits the cells."""
+        if self.chunked is not None or not self.rows.free:
+            return False
+        tokens = array("q", list(request.origin_input_ids) + request.output_ids)
+        request.full_untruncated_fill_ids = tokens
+        match = self.tree.match_prefix(MatchPrefixParams(key=RadixKey(tokens, None, limit=len(tokens) - 1)))
+        request.prefix_len = request.kv.cache_protected_len = match.device_prefix_len
+        request.last_node = match.last_device_node
+        extend = len(tokens) - request.prefix_len
+        prefix = self.tree.path_sets(request.last_node, request.prefix_len).cells()
+        if self.allocator.cells_for(extend + request.max_new + 1) > self.pool.layout.cells_total - prefix:
+            return False
+        request.lock = self.tree.lock(request.last_node)
+        self.chunked = request
+        return True
+
+    def prefill_chunk(self, size: int) -> bool:
+        """Launch the next chunk of the prompt being prefilled; False when there are no cells for it."""
+        request = self.chunked
+        if request is None:
+            return False
+        if request.extend_end > request.prefix_len:  # stash: publish the previous chunk
+            self.tree.checkpoint(request, up_to=request.extend_end)
+            request.prefix_len = request.extend_end
+        total = len(request.full_untruncated_fill_ids)
+        size = min(size, total - request.prefix_len)
+        slots = self._allocate(size)
+        if slots is None:
+            return False
+        if request.kv.req_pool_idx is None:
+            request.kv.req_pool_idx = self.rows.free.pop()
+            prefix = self.tree.path_device_indices(request.last_node)[: request.prefix_len]
+            self.rows.write((request.kv.req_pool_idx, slice(0, request.prefix_len)), prefix)
+        start, end = request.prefix_len, request.prefix_len + size
+        self.rows.write((request.kv.req_pool_idx, slice(start, end)), slots)
+        request.extend_end = request.kv.kv_committed_len = request.kv.kv_allocated_len = end
+        self._launch([request], decode=False, slots=slots, prefix=[start], extend=[size])
+        if end == total:
+            self.chunked = None
+            self.running.append(request)
+        return True
+
+    def decode(self) -> bool:
+        """One token for every running request whose prefill result was processed."""
+        ready = [r for r in self.running if r.output_ids and not r.done]
+        slots = self._allocate(len(ready)) if ready else None
+        if slots is None:
+            return False
+        for request, slot in zip(ready, slots, strict=True):
+            position = request.kv.kv_allocated_len
+            self.rows.write((request.kv.req_pool_idx, position), slot)
+            request.kv.kv_committed_len = request.kv.kv_allocated_len = position + 1
+        self._launch(ready, decode=True, slots=slots, lengths=[r.kv.kv_allocated_len for r in ready])
+        return True
+
+    def finish(self, request: Request) -> None:
+        """Release into the tree all positions whose tokens are known."""
+        request.done = True
+        known = len(request.origin_input_ids) + len(request.output_ids) - 1
+        self._release(request, checkpoint=True, owned=min(known, request.kv.kv_committed_len))
+
+    def retract(self, request: Request) -> Request:
+        """Release without checkpoint; the request that resumes."""
+        self._release(request, checkpoint=False, owned=request.kv.kv_committed_len)
+        again = Request(int(request.rid), list(request.origin_input_ids), request.max_new)
+        again.output_ids = list(request.output_ids)
+        return again
+
+    def abort_chunked(self) -> None:
+        request, self.chunked = self.chunked, None
+        if request is not None and request.kv.req_pool_idx is not None:
+            self._release(request, checkpoint=False, owned=request.kv.kv_committed_len)
+        elif request is not None:
+            self.tree.unlock(request.lock)
+
+    def evict(self, tokens: int) -> None:
+        self.tree.evict(EvictParams(num_tokens=tokens))
+
+    def settle_results(self) -> None:
+        """Process every outstanding result."""
+        while self.results:
+            self._process()
+
+    def check(self) -> list[str]:
+        """Everything that must hold; the sets only when nothing is in flight."""
+        faults = self.pool.check()
+        truth = self.pool.free_cells + sum(int(self.pool.held(s).sum()) for s in self.allocator._queued_slots)
+        if self.allocator.ledger.available > truth:
+            faults.append(f"ledger promises {self.allocator.ledger.available} of {truth}")
+        if not self.results:
+            faults += self.tree.check_sets()
+        return faults
+
+    # -- internals --------------------------------------------------------------------------
+
+    def _allocate(self, tokens: int) -> torch.Tensor | None:
+        self.allocator.evict_to_free_tokens(self.tree, tokens)
+        if self.allocator.available_cells() < self.allocator.cells_for(tokens):
+            return None
+        return self.allocator.alloc(tokens)
+
+    def _launch(self, requests: list[Request], *, decode: bool, slots: torch.Tensor, **shape: Any) -> None:
+        batch = SimpleNamespace(
+            reqs=requests,
+            forward_mode=SimpleNamespace(is_decode=lambda: decode),
+            seq_lens_cpu=torch.tensor(shape.get("lengths", [])),
+            prefix_lens=shape.get("prefix"),
+            extend_lens=shape.get("extend"),
+        )
+        plan = self.runtime.launch(batch)
+        self.runtime.begin(slots)
+        positions = torch.cat([torch.arange(row.start, row.end) for row in plan.rows])
+        for layer in range(LAYERS):
+            self.runtime.score(layer, LayerInput(positions, positions, positions))
+        self.runtime.end()
+        self.results.append((self.runtime.take_decisions(), (decode, list(requests))))
+        while len(self.results) > self.lag:
+            self._process()
+
+    def _process(self) -> None:
+        decisions, (decode, requests) = self.results.popleft()
+        self.runtime.apply(decisions)
+        self.allocator.free_group_begin()
+        for request in requests:
+            if request.done or request.kv.req_pool_idx is None:
+                continue
+            if decode:
+                request.output_ids.append(random.randrange(4))
+                if len(request.output_ids) >= request.max_new:
+                    self.finish(request)
+            elif request in self.running:  # last chunk
+                request.output_ids.append(random.randrange(4))
+                if request.max_new <= len(request.output_ids):
+                    self.finish(request)
+                else:
+                    self.tree.checkpoint(request, up_to=request.extend_end)
+        self.allocator.free_group_end()
+
+    def _release(self, request: Request, *, checkpoint: bool, owned: int) -> None:
+        kv = request.kv
+        if checkpoint:
+            request.full_untruncated_fill_ids = array("q", list(request.origin_input_ids) + request.output_ids)
+            self.tree.checkpoint(request, up_to=owned)
+        self.tree.free_kv_row(kv, [(kv.cache_protected_len, owned)])
+        self.tree.unlock(request.lock)
+        if owned < kv.kv_allocated_len:
+            self.tree.free_kv_row(kv, [(owned, kv.kv_allocated_len)])
+        self.tree.on_release(request, checkpointed=checkpoint)  # type: ignore[arg-type]
+        self.rows.free.append(kv.req_pool_idx)  # type: ignore[arg-type]
+        kv.req_pool_idx = None
+        if request in self.running:
+            self.running.remove(request)

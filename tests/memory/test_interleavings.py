@@ -1,0 +1,97 @@
+"""Allocator, tree, planner and cells under random orders of events."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.memory.simulator import Request, Simulator
+
+EVENTS = (
+    "admit",
+    "chunk",
+    "chunk",
+    "chunk",
+    "decode",
+    "decode",
+    "decode",
+    "decode",
+    "retract",
+    "evict",
+    "abort",
+    "stop",
+)
+
+
+def run(seed: int, steps: int, lag: int, window: int, removed: float, sparse: bool) -> Simulator:
+    """`steps` random events, everything checked after each."""
+    rng = random.Random(seed)
+    random.seed(seed)
+    torch.manual_seed(seed)
+    simulator = Simulator(physical=60, headroom=3, window=window, lag=lag, removed=removed, sparse=sparse)
+    waiting: list[Request] = []
+    # Few different tokens, so that prefixes meet, branch and split in every way.
+    stems = [[rng.randrange(3) for _ in range(40)] for _ in range(3)]
+    for number in range(steps):
+        event = rng.choice(EVENTS)
+        if event == "admit":
+            stem = rng.choice(stems)[: rng.randint(1, 40)]
+            request = waiting.pop(0) if waiting else Request(number, stem, rng.randint(1, 12))
+            if not simulator.admit(request):
+                waiting = [*waiting, request][:4]
+        elif event == "chunk":
+            simulator.prefill_chunk(rng.randint(1, 16))
+        elif event == "decode":
+            simulator.decode()
+        elif event == "retract":
+            if candidates := [r for r in simulator.running if r.output_ids]:
+                waiting.append(simulator.retract(rng.choice(candidates)))
+        elif event == "evict":
+            simulator.evict(rng.randint(1, 30))
+        elif event == "stop":
+            if candidates := [r for r in simulator.running if r.output_ids]:
+                simulator.finish(rng.choice(candidates))
+        elif rng.random() < 0.3:
+            simulator.abort_chunked()
+        assert simulator.check() == [], f"after {event} number {number}"
+    return simulator
+
+
+def drain(simulator: Simulator) -> None:
+    """End everything; nothing may be lost."""
+    simulator.abort_chunked()
+    simulator.settle_results()
+    for request in list(simulator.running):
+        simulator.finish(request)
+    simulator.allocator.available_cells()
+    assert simulator.check() == []
+    total = simulator.pool.layout.cells_total
+    assert simulator.pool.free_cells + simulator.tree.tree_cells() == total
+    assert simulator.tree.evictable_cells == simulator.tree.tree_cells()
+    simulator.evict(10_000)
+    assert simulator.allocator.available_cells() == total
+    assert simulator.allocator.available_size() == simulator.allocator.size
+    assert simulator.tree.rows == {}
+
+
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+@pytest.mark.parametrize("lag", [0, 1])
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**31), window=st.sampled_from([0, 1, 4, 16]), removed=st.sampled_from([0.0, 0.6, 1.0]))
+def test_nothing_is_lost(lag: int, sparse: bool, seed: int, window: int, removed: float) -> None:
+    drain(run(seed, 120, lag, window, removed, sparse))
+
+
+def test_the_simulation_exercises_what_it_should() -> None:
+    """Pruning, eviction, retraction and sharing all happen, or the property above proves nothing."""
+    pruned = evicted = 0
+    for seed in range(6):
+        simulator = run(seed, 200, 1, 4, 0.6, False)
+        pruned += simulator.runtime.pruned_cells
+        evicted += simulator.tree.evicted_cells
+        drain(simulator)
+    assert pruned > 500 and evicted > 500

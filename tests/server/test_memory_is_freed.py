@@ -1,0 +1,43 @@
+"""What pruning frees admits more requests, and nothing leaks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.servers import Server, model_path, serve
+from tests.shared_data import shared_surrogate
+from tests.texts import real_text_prompts
+
+pytestmark = pytest.mark.server
+
+ROOM = ("--max-total-tokens", "4096", "--chunked-prefill-size", "2048", "--decode-log-interval", "1")
+
+
+def peak_running(server: Server) -> int:
+    """Largest number of requests that decoded together, from SGLang's own log lines."""
+    return max(int(n) for n in re.findall(r"Decode batch.*?#running-req: (\d+)", server.log()))
+
+
+def run_sixteen(server: Server) -> int:
+    calls = [{"input_ids": p, "max_new_tokens": 200} for p in real_text_prompts(16, 1200)]
+    answers = server.generate_all(calls, workers=16)
+    assert all(len(a["output_ids"]) == 200 for a in answers)
+    return peak_running(server)
+
+
+def test_twice_as_many_requests_run(tmp_path: Path) -> None:
+    model = model_path("SmolLM2-135M-Instruct")
+    press = ("--kv-press", "kvzap", "--kv-press-model", str(shared_surrogate("mlp")), "--kv-press-threshold", "-3")
+    with serve(model, tmp_path / "stock.log", *ROOM, "--attention-backend", "torch_native") as server:
+        stock = run_sixteen(server)
+    with serve(model, tmp_path / "ours.log", *ROOM, *press) as server:
+        ours = run_sixteen(server)
+        server.flush()
+        info = server.press_info()
+        assert info["cells_free"] == info["cells_total"]
+        assert info["cells_tree"] == 0
+    print(f"peak running requests: stock {stock}, ours {ours}")
+    assert ours >= 2 * stock
