@@ -3,11 +3,13 @@
 Compares, in one run and with interleaved rounds, the C++ kernel with (a) a pure read of the same rows, which bounds any
 kernel that reads these rows, and (b) torch's scaled dot-product attention over the dense cache. Every call works on
 another layer, so that no data is left in a cache. Ratios are the result; times depend on what else the machine does.
+On a busy machine `--threads 1 --clock cpu` is the steadier measurement: wall time then counts waiting for a core.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import statistics
 import time
@@ -18,8 +20,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from kvzap_sglang.kernels.cpu import ragged_decode, read_rows
-from kvzap_sglang.kernels.cpu.native import isa_level
+from kvzap_sglang.kernels.cpu import describe, ragged_decode, read_rows
 from kvzap_sglang.kernels.encoding import VisibleCells
 
 LAYOUTS = ("compact", "head-major", "scattered")
@@ -90,8 +91,8 @@ def contestants(shape: Shape) -> dict[str, Callable[[Layer], object]]:
 
     def kernel(layout: str) -> Callable[[Layer], object]:
         def run(x: Layer) -> object:
-            rows = (pool.view(-1, shape.dim) for pool in (x.k, x.v))
-            return ragged_decode(x.q, *rows, x.visible[layout], scale)
+            k_pool, v_pool = x.k.view(-1, shape.dim), x.v.view(-1, shape.dim)
+            return ragged_decode(x.q, k_pool, v_pool, x.visible[layout], scale)
 
         return run
 
@@ -115,8 +116,10 @@ def contestants(shape: Shape) -> dict[str, Callable[[Layer], object]]:
     return timed
 
 
-def measure(shape: Shape, dtype: torch.dtype, layers: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of every call by name, `rounds` each, interleaved; the first pass over the layers is not counted."""
+def measure(
+    shape: Shape, dtype: torch.dtype, layers: int, rounds: int, clock: Callable[[], float]
+) -> dict[str, list[float]]:
+    """Seconds of every call by name, `rounds` each, interleaved; the first two rounds are not counted."""
     data = [make_layer(shape, dtype) for _ in range(layers)]
     timed = contestants(shape)
     seconds: dict[str, list[float]] = {name: [] for name in timed}
@@ -124,10 +127,10 @@ def measure(shape: Shape, dtype: torch.dtype, layers: int, rounds: int) -> dict[
     for round_ in range(-2, rounds):
         for name, run in timed.items():
             turn += 1
-            begin = time.perf_counter()
+            begin = clock()
             run(data[turn % layers])
             if round_ >= 0:
-                seconds[name].append(time.perf_counter() - begin)
+                seconds[name].append(clock() - begin)
     return seconds
 
 
@@ -163,13 +166,17 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=7, help="data sets in rotation; more than the caches hold")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: process time / threads")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     shape = Shape(options.batch, options.q_heads, options.kv_heads, options.dim, options.context, options.kept)
-    print(f"{processor()}, {options.threads} threads, torch {torch.__version__}, ISA level {isa_level()}, {shape}")
+    clock = time.perf_counter if options.clock == "wall" else lambda: time.process_time() / options.threads
+    print(
+        f"{processor()}, load {os.getloadavg()[0]:.1f}, {options.clock} time, torch {torch.__version__}, {describe()}\n{shape}"
+    )
     for dtype in (torch.float32, torch.bfloat16):
-        report(shape, dtype, measure(shape, dtype, options.layers, options.rounds))
+        report(shape, dtype, measure(shape, dtype, options.layers, options.rounds, clock))
 
 
 if __name__ == "__main__":

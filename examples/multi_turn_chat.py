@@ -21,14 +21,14 @@ import requests
 HANDBOOK = Path(__file__).with_name("handbook.md")
 CONVERSATIONS = {
     "A": (
-        "I want to take the first ferry tomorrow morning. How do I get to it?",
-        "Can I have breakfast before that?",
-        "And what happens if the wind is too strong for the ferry?",
+        "Who is the island's nurse and where does she live?",
+        "How do I reach her at night?",
+        "How long does the rescue boat from the mainland need?",
     ),
     "B": (
-        "Our room is cold. How do I turn the heating up?",
-        "Where do I find another blanket?",
-        "Until when is the sauna open, and do I have to book a towel?",
+        "When is breakfast served?",
+        "Can I have it earlier if I take the first ferry?",
+        "What happens if the wind is too strong for the ferry?",
     ),
 }
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from importlib import metadata
 from typing import Any, NamedTuple
 
+import torch
+
 from kvzap_sglang.config import KVPressConfig, KVPressConfigError, flag_name
 
 SGLANG_VERSION = "0.5.23"
@@ -150,6 +152,11 @@ def _model_faults(model: Any, config: KVPressConfig) -> Iterator[str]:
         )
     elif getattr(model, "is_hybrid_swa", False):
         yield f"--kv-press does not support sliding-window layers ({architecture}): start without --kv-press"
+    elif model.dtype not in (torch.float32, torch.bfloat16):
+        yield (
+            f"--kv-press attends in float32 and bfloat16 on a CPU, the model would be served in {model.dtype}: "
+            "give --dtype bfloat16 or --dtype float32"
+        )
     elif config.kv_press == "kvzap":
         try:
             check_fits(

@@ -24,15 +24,16 @@ class KVPressRadixCache(RadixCache):
 
     Attributes:
         rows: running requests' `RowState` by `req_to_token` row.
-        window: positions that are never pruned.
+        window: positions that are never pruned. sparse_prefill: whether prompts are pruned chunk by chunk.
         evictable_cells: cells that evicting every unlocked node would free (conservative).
         evicted_cells: cells given back by eviction so far.
     """
 
     token_to_kv_pool_allocator: KVPressAllocator
 
-    def __init__(self, params: Any, window: int) -> None:
+    def __init__(self, params: Any, window: int, sparse_prefill: bool) -> None:
         self.window = window
+        self.sparse_prefill = sparse_prefill
         self.rows: dict[int, RowState] = {}
         self.evicted_cells = 0
         self._inserting: RowState | None = None

@@ -68,12 +68,14 @@ class KVPressRuntime:
         sinks: int,
         window: int,
         sparse_prefill: bool,
+        result_lag: int,
     ) -> None:
         self.press = press
         self.allocator = allocator
         self.cells = allocator.cells
         self.threshold, self.sinks, self.window = threshold, sinks, window
         self.sparse_prefill = sparse_prefill
+        self.result_lag = result_lag
         self.pruned_cells = 0
         self.plan: StepPlan | None = None
         self.kept: torch.Tensor | None = None
@@ -92,7 +94,7 @@ class KVPressRuntime:
     def attach_tree(self, tree: KVPressRadixCache) -> None:
         """The scheduler built its tree: from here on steps can be planned."""
         self._tree = tree
-        self._planner = StepPlanner(tree, self.window, self.sparse_prefill)
+        self._planner = StepPlanner(tree, self.window, self.sparse_prefill, self.result_lag)
 
     # -- scheduler side -----------------------------------------------------------------------
 

@@ -51,10 +51,12 @@ class StepPlan:
 class StepPlanner:
     """Turns a scheduled batch into a `StepPlan`, updating rows, tree and ledger."""
 
-    def __init__(self, tree: KVPressRadixCache, window: int, sparse_prefill: bool) -> None:
+    def __init__(self, tree: KVPressRadixCache, window: int, sparse_prefill: bool, result_lag: int) -> None:
+        """`result_lag`: steps that may be launched for a request before it is known to have finished."""
         self._tree = tree
         self._window = window
         self._sparse = sparse_prefill
+        self._result_lag = result_lag
         self._steps = 0
 
     def plan(self, batch: Any) -> StepPlan:
@@ -87,7 +89,10 @@ class StepPlanner:
         dense_end = 0 if self._sparse else state.prompt_end
         plan.rows.append(RowPlan(row, start, end, dense_end, state.hit, state))
         if last_chunk or self._sparse:
-            ranges = self._settle(state, req, end - self._window)
+            # A step launched past a request's end must not settle into the window that its next turn
+            # will find: decode frees that much later than it could. Visibility does not depend on it.
+            overrun = min(self._result_lag, max(0, end - len(req.origin_input_ids)))
+            ranges = self._settle(state, req, end - overrun - self._window)
             plan.settle.extend(SettleRange(row, low, high) for low, high in ranges)
 
     def _settle(self, state: RowState, req: Any, limit: int) -> list[tuple[int, int]]:

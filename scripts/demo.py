@@ -146,7 +146,7 @@ def run_demo(model: Path, surrogate: Path, port: int, example: Path) -> int:
         print(f"server log: {log_file.name}", flush=True)
         with running_server(command, url, log_file):
             code = subprocess.run([sys.executable, str(example), "--base-url", url], check=False).returncode
-    print("server stopped", flush=True)
+    print("server stopped (a model of 135 M parameters: judge it by the figures, not by its advice)", flush=True)
     return code
 
 

@@ -10,6 +10,7 @@ import argparse
 import importlib.util
 import json
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +106,7 @@ def convert(out: Path) -> list[Path]:
     written = []
     # fp32 first: the cast to bf16 is in place and cannot be undone.
     for name in sorted(pending, key=lambda n: pending[n] != "float32"):
-        dtype = pending[name]
-        if write_model_folder(out / name, lambda folder, dtype=dtype: save_model(model, tokenizer, dtype, folder)):
+        if write_model_folder(out / name, partial(save_model, model, tokenizer, pending[name])):
             written.append(out / name)
     return written
 

@@ -6,6 +6,7 @@ They start as fast as Python does, and fp32 weights of a wide spread (0.2) keep 
 """
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,8 @@ def make(out: Path) -> list[Path]:
     tokenizer = smollm2.load_tokenizer(smollm2.gguf_folder())
     written = []
     for name in pending:
-        model = build(FOLDERS[name])
-        if write_model_folder(out / name, lambda f, m=model: smollm2.save_model(m, tokenizer, "float32", f)):
+        write = partial(smollm2.save_model, build(FOLDERS[name]), tokenizer, "float32")
+        if write_model_folder(out / name, write):
             written.append(out / name)
     return written
 

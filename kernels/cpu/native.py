@@ -13,7 +13,7 @@ from ..encoding import VisibleCells
 from . import build
 
 _ISA_LEVELS = {"generic": 0, "avx2": 1, "avx512": 2}
-_I32, _I64, _PTR = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
+_I32, _I64, _F32, _PTR = ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -48,18 +48,18 @@ def describe() -> str:
 @lru_cache(maxsize=1)
 def _functions(library: ctypes.CDLL) -> ctypes.CDLL:
     """Declares the C signatures once: without them ctypes would cut pointers to 32 bits."""
+    pools = [_PTR, _PTR, _I64, _I64]  # K, V and their row strides
+    rows = [_PTR, _I64, _I64]  # new K or V, its strides by token and by head
     declared = {
         "kvzap_visible_cells": [_PTR, _I64, _I64, _PTR, _PTR, _I64, _PTR, _PTR, _PTR, _PTR, _PTR, _I32],
-        "kvzap_ragged_decode": [_I32, _I32, _PTR, _PTR, _PTR, _I64, _I64, _I64, _PTR, _PTR, _I64, _I32, _I32]
-        + [ctypes.c_float, _PTR, _PTR, _I32],
-        "kvzap_write_cells": [_PTR, _I64, _I64, _PTR, _I64, _PTR, _I64, _I64, _PTR, _I64, _I64]
-        + [_PTR, _I64, _PTR, _I64, _I64, _I64, _I32],
-        "kvzap_read_rows": [_I32, _I32, _PTR, _PTR, _I64, _I64, _PTR, _PTR, _I64, _I32, _I32],
+        "kvzap_ragged_decode": [_I32, _I32, _PTR, *pools, _I64, _PTR, _PTR, _I64, _I32, _I32, _F32, _PTR, _PTR, _I32],
+        "kvzap_write_cells": [_PTR, _I64, _I64, _PTR, _I64, *rows, *rows, _PTR, _I64, _PTR, _I64, _I64, _I64, _I32],
+        "kvzap_read_rows": [_I32, _I32, *pools, _PTR, _PTR, _I64, _I32, _I32],
     }
     for name, arguments in declared.items():
         function = getattr(library, name)
         function.argtypes = arguments
-        function.restype = ctypes.c_float if name == "kvzap_read_rows" else ctypes.c_int64
+        function.restype = _F32 if name == "kvzap_read_rows" else ctypes.c_int64
     return library
 
 

@@ -74,7 +74,7 @@ def build_radix_cache(context: Any) -> Any:
     if config is None:
         raise ValueError("--radix-cache-backend kvzap is chosen by --kv-press: give that flag instead")
     runner = context.tp_worker.model_runner
-    tree = KVPressRadixCache(context.params, config.kv_press_window)
+    tree = KVPressRadixCache(context.params, config.kv_press_window, config.kv_press_prefill == "sparse")
     runner.kv_press_runtime.attach_tree(tree)
     self_check(config, runner, tree)
     log_startup(config, runner)

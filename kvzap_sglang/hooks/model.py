@@ -28,6 +28,8 @@ def attach_press(result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
 
 def build_attention_backend(runner: Any) -> Any:
     """Factory of the registered attention backend. Pools exist by now: the runtime starts here."""
+    from sglang.srt.runtime_context import get_schedule
+
     from kvzap_sglang.attention.cpu import KVPressCPUBackend
     from kvzap_sglang.runtime import KVPressRuntime
 
@@ -42,6 +44,7 @@ def build_attention_backend(runner: Any) -> Any:
         sinks=config.sinks,
         window=config.kv_press_window,
         sparse_prefill=config.kv_press_prefill == "sparse",
+        result_lag=0 if get_schedule().disable_overlap_schedule else 1,
     )
     return KVPressCPUBackend(runner, runner.kv_press_runtime)
 

@@ -44,21 +44,27 @@ def process_result(
 def add_one_req(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
     """Fail a request that can never fit instead of letting it block the queue for ever."""
     allocator = adder.token_to_kv_pool_allocator
-    tree = adder.tree_cache
-    if not hasattr(allocator, "kept_fraction") or req.to_finish is not None:
-        return original(adder, req, *args, **kwargs)
-    extend = len(req.full_untruncated_fill_ids) - req.prefix_len
-    prefix = tree.path_sets(req.last_node, req.prefix_len).cells()
-    room = allocator.cells.layout.cells_total - prefix
-    if allocator.cells_for(extend + 1) > room:
-        layout = allocator.cells.layout
-        req.set_finish_with_abort(
-            f"The prompt's {extend} uncached tokens need {allocator.cells_for(extend + 1)} KV cells at once, "
-            f"{room} of {layout.cells_total} can be free ({layout.physical_tokens} dense tokens): raise "
-            "--max-total-tokens or --mem-fraction-static, or send a shorter prompt."
-        )
-        req.init_next_round_input(tree)
+    if hasattr(allocator, "kept_fraction") and req.to_finish is None:
+        _refuse_what_never_fits(adder, allocator, req)
     return original(adder, req, *args, **kwargs)
+
+
+def _refuse_what_never_fits(adder: Any, allocator: Any, req: Any) -> None:
+    tree, layout = adder.tree_cache, allocator.cells.layout
+    extend = len(req.full_untruncated_fill_ids) - req.prefix_len
+    if tree.sparse_prefill and adder.rem_chunk_tokens is not None:
+        # Pruned chunk by chunk: how much of the prompt will be kept is not known before.
+        extend = min(extend, tree.window)
+    room = layout.cells_total - tree.path_sets(req.last_node, req.prefix_len).cells()
+    need = allocator.cells_for(extend + 1)
+    if need <= room:
+        return
+    req.set_finish_with_abort(
+        f"The prompt's {extend} uncached tokens need {need} KV cells at once, {room} of {layout.cells_total} can be "
+        f"free ({layout.physical_tokens} dense tokens): raise --max-total-tokens or --mem-fraction-static, or send "
+        "a shorter prompt."
+    )
+    req.init_next_round_input(tree)
 
 
 def next_prefill(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:

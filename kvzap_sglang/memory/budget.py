@@ -50,11 +50,17 @@ class KVPressPrefillBudget(PrefillBudget):
         current = self._dense_tokens_available() - self._admitted_tokens
         return min(super().remaining_current, current)
 
-    def physical_demand(self, extend_tokens: int, new_tokens: float) -> float:
-        """Dense tokens a request needs at its peak: its dense prompt, or what is kept plus a window."""
+    def physical_demand(self, extend_tokens: int, new_tokens: float, chunk_limit: int | None) -> float:
+        """Dense tokens a request needs at its peak: its dense prompt (sparse: a dense chunk on top of what
+        is kept), or in the end what is kept plus a window."""
         kept = self.allocator.kept_fraction.planned
-        after = kept * (extend_tokens + new_tokens) + (1.0 - kept) * min(self.window, extend_tokens + new_tokens)
-        return max(float(extend_tokens), after)
+        whole = extend_tokens + new_tokens
+        end = kept * whole + (1.0 - kept) * min(self.window, whole)
+        peak = float(extend_tokens)
+        if self.tree_cache.sparse_prefill and chunk_limit is not None:
+            chunk = min(extend_tokens, chunk_limit + self.window)
+            peak = chunk + kept * (extend_tokens - chunk)
+        return max(peak, end)
 
     def check_prefill(
         self,
@@ -68,7 +74,7 @@ class KVPressPrefillBudget(PrefillBudget):
         auxiliary_swa_host_hit_length: int = 0,
     ) -> tuple[bool, int | None]:
         fits_slots = total_tokens < super().remaining_total
-        demand = self.physical_demand(extend_input_len, total_tokens - extend_input_len)
+        demand = self.physical_demand(extend_input_len, total_tokens - extend_input_len, chunk_limit)
         if fits_slots and demand < self.physical_remaining:
             return True, chunk_limit
         return False, None
@@ -100,4 +106,4 @@ class KVPressPrefillBudget(PrefillBudget):
         before = self.total_offset
         super().reserve(extend_input_len, max_new_tokens, extra_tokens=extra_tokens)
         self._admitted_slots += self.total_offset - before
-        self._admitted_tokens += self.physical_demand(extend_input_len, max_new_tokens)
+        self._admitted_tokens += self.physical_demand(extend_input_len, max_new_tokens, chunk_limit)

@@ -86,7 +86,7 @@ class Simulator:
             token_to_kv_pool_allocator=self.allocator,
             page_size=1,
         )
-        self.tree = KVPressRadixCache(params, window)
+        self.tree = KVPressRadixCache(params, window, sparse)
         self.runtime = KVPressRuntime(
             CoinPress(removed),
             self.allocator,
@@ -95,6 +95,7 @@ class Simulator:
             sinks=0,
             window=window,
             sparse_prefill=sparse,
+            result_lag=lag,
         )
         self.runtime.attach_tree(self.tree)
         self.lag = lag
@@ -142,10 +143,10 @@ class Simulator:
         start, end = request.prefix_len, request.prefix_len + size
         self.rows.write((request.kv.req_pool_idx, slice(start, end)), slots)
         request.extend_end = request.kv.kv_committed_len = request.kv.kv_allocated_len = end
-        self._launch([request], decode=False, slots=slots, prefix=[start], extend=[size])
         if end == total:
             self.chunked = None
             self.running.append(request)
+        self._launch([request], decode=False, samples=end == total, slots=slots, prefix=[start], extend=[size])
         return True
 
     def decode(self) -> bool:
@@ -158,7 +159,7 @@ class Simulator:
             position = request.kv.kv_allocated_len
             self.rows.write((request.kv.req_pool_idx, position), slot)
             request.kv.kv_committed_len = request.kv.kv_allocated_len = position + 1
-        self._launch(ready, decode=True, slots=slots, lengths=[r.kv.kv_allocated_len for r in ready])
+        self._launch(ready, decode=True, samples=True, slots=slots, lengths=[r.kv.kv_allocated_len for r in ready])
         return True
 
     def finish(self, request: Request) -> None:
@@ -207,7 +208,9 @@ class Simulator:
             return None
         return self.allocator.alloc(tokens)
 
-    def _launch(self, requests: list[Request], *, decode: bool, slots: torch.Tensor, **shape: Any) -> None:
+    def _launch(
+        self, requests: list[Request], *, decode: bool, samples: bool, slots: torch.Tensor, **shape: Any
+    ) -> None:
         batch = SimpleNamespace(
             reqs=requests,
             forward_mode=SimpleNamespace(is_decode=lambda: decode),
@@ -221,12 +224,12 @@ class Simulator:
         for layer in range(LAYERS):
             self.runtime.score(layer, LayerInput(positions, positions, positions))
         self.runtime.end()
-        self.results.append((self.runtime.take_decisions(), (decode, list(requests))))
+        self.results.append((self.runtime.take_decisions(), (decode, samples, list(requests))))
         while len(self.results) > self.lag:
             self._process()
 
     def _process(self) -> None:
-        decisions, (decode, requests) = self.results.popleft()
+        decisions, (decode, samples, requests) = self.results.popleft()
         self.runtime.apply(decisions)
         self.allocator.free_group_begin()
         for request in requests:
@@ -236,7 +239,7 @@ class Simulator:
                 request.output_ids.append(random.randrange(4))
                 if len(request.output_ids) >= request.max_new:
                     self.finish(request)
-            elif request in self.running:  # last chunk
+            elif samples:
                 request.output_ids.append(random.randrange(4))
                 if request.max_new <= len(request.output_ids):
                     self.finish(request)

@@ -95,3 +95,23 @@ def test_the_simulation_exercises_what_it_should() -> None:
         evicted += simulator.tree.evicted_cells
         drain(simulator)
     assert pruned > 500 and evicted > 500
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("window", [0, 1, 5, 16])
+def test_a_finished_request_leaves_its_dense_tail(lag: int, window: int) -> None:
+    """The next turn finds exactly the window: a step launched past the end must not have settled into it."""
+    simulator = Simulator(physical=200, headroom=2, window=window, lag=lag, removed=0.6, sparse=False)
+    request = Request(1, list(range(30)), 9)
+    assert simulator.admit(request)
+    while simulator.chunked is not None:
+        assert simulator.prefill_chunk(8)
+    while not request.output_ids:
+        simulator._process()
+    while not request.done:
+        assert simulator.decode()
+    simulator.settle_results()
+    assert request.done and simulator.check() == []
+    held = 30 + 9 - 1
+    settled = simulator.tree.path_sets(request.last_node, held).settled.tolist()
+    assert settled == [True] * (held - window) + [False] * window

@@ -21,7 +21,17 @@ SHAPE = {"hidden": 64, "layers": 2, "kv_heads": 2}
 
 
 def press(path: Path, *more: str) -> tuple[str, ...]:
-    return ("--kv-press", "kvzap", "--kv-press-model", str(path), "--max-total-tokens", "600", *more)
+    return (
+        "--kv-press",
+        "kvzap",
+        "--kv-press-model",
+        str(path),
+        "--max-total-tokens",
+        "600",
+        "--dtype",
+        "float32",
+        *more,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +87,13 @@ def test_refused_flags(flags: tuple[str, ...], named: str, tmp_path: Path) -> No
     log = failed_start(model_path(TINY), tmp_path / "log", *press(tmp_path / "s", *flags))
     assert f"error: {named}" in log or f"{named} " in log
     assert "Traceback" not in log
+
+
+def test_half_precision_is_refused(tmp_path: Path) -> None:
+    make_surrogate(tmp_path / "s", **SHAPE)
+    flags = press(tmp_path / "s", "--kv-press-threshold", "-4", "--dtype", "float16")
+    log = failed_start(model_path(TINY), tmp_path / "log", *flags)
+    assert "--dtype bfloat16" in log and "Traceback" not in log
 
 
 def test_unsupported_model_class(tmp_path: Path) -> None:

@@ -1,0 +1,169 @@
+"""Fail closed: every refusal speaks, every missing piece is found."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvzap_sglang import guard
+from kvzap_sglang.config import KVPressConfigError, build_config
+from kvzap_sglang.hooks import arguments
+from kvzap_sglang.plugin import HOOKS
+
+SWITCHED_ON: dict[str, Any] = {
+    "speculative_algorithm": "EAGLE", "dllm_algorithm": "x", "disaggregation_mode": "prefill", "page_size": 16,
+    "pp_size": 2, "tp_size": 2, "dcp_size": 2, "attn_cp_size": 2, "kv_cache_dtype": "fp8_e5m2",
+    "tokenizer_worker_num": 2, "lora_paths": ["a"], "elastic_ep_backend": "mooncake", "kv_canary": "on",
+    "cpu_offload_gb": 4,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def defaults() -> Any:
+    from sglang.srt.server_args import ServerArgs
+
+    return ServerArgs(model_path="none")
+
+
+def field_of(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
+@pytest.mark.parametrize("refusal", guard.REFUSALS, ids=lambda r: r.flag)
+def test_each_refusal_fires_alone(refusal: guard.Refusal, defaults: Any) -> None:
+    name = field_of(refusal.flag)
+    assert hasattr(defaults, name), "SGLang has no such argument"
+    settings = {field_of(r.flag): getattr(defaults, field_of(r.flag)) for r in guard.REFUSALS}
+    assert list(guard.refused(SimpleNamespace(**settings))) == []
+    settings[name] = SWITCHED_ON.get(name, True)
+    (line,) = guard.refused(SimpleNamespace(**settings))
+    assert refusal.flag in line and refusal.why in line and refusal.remedy in line
+
+
+def test_environment_switches_are_refused(defaults: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_RUST_SERVER", "1")
+    (line,) = guard.refused(defaults)
+    assert "SGLANG_RUST_SERVER" in line
+
+
+@pytest.mark.parametrize("field", ["attention_backend", "decode_attention_backend", "radix_cache_backend"])
+def test_chosen_backends_are_refused(field: str) -> None:
+    chosen = dict.fromkeys(
+        ("attention_backend", "prefill_attention_backend", "decode_attention_backend", "radix_cache_backend")
+    )
+    guard.refuse_chosen_backends(SimpleNamespace(**chosen))
+    with pytest.raises(KVPressConfigError, match="--" + field.replace("_", "-")):
+        guard.refuse_chosen_backends(SimpleNamespace(**{**chosen, field: "triton"}))
+
+
+def test_another_sglang_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert guard.version_fault() is None
+    monkeypatch.setattr(guard.metadata, "version", lambda name: "0.5.24")
+    assert "0.5.23" in (guard.version_fault() or "")
+
+
+@pytest.mark.parametrize(
+    "hook", HOOKS, ids=lambda hook: hook.target.rsplit(".", 2)[1] + "." + hook.target.rsplit(".", 1)[1]
+)
+def test_every_hook_target_exists(hook: Any) -> None:
+    module, owner, name = hook.target.rsplit(".", 2)
+    target = getattr(getattr(__import__(module, fromlist=[owner]), owner), name)
+    assert callable(target)
+
+
+def self_check_inputs(**replaced: Any) -> tuple[Any, Any, Any]:
+    from kvzap_sglang.attention.cpu import KVPressCPUBackend
+    from kvzap_sglang.memory.allocator import KVPressAllocator
+    from kvzap_sglang.memory.kv_pool import KVPressPool
+    from kvzap_sglang.radix_cache import KVPressRadixCache
+
+    parts = {
+        "token_to_kv_pool": KVPressPool.__new__(KVPressPool),
+        "token_to_kv_pool_allocator": KVPressAllocator.__new__(KVPressAllocator),
+        "attn_backend": KVPressCPUBackend.__new__(KVPressCPUBackend),
+        "kv_press_layers": 4,
+        "model_config": SimpleNamespace(num_hidden_layers=4),
+        "tree": KVPressRadixCache.__new__(KVPressRadixCache),
+    } | replaced
+    return build_config({"kv_press": "streaming"}), SimpleNamespace(**parts), parts["tree"]
+
+
+def test_self_check_passes_when_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "missing_hooks", lambda: [])
+    guard.self_check(*self_check_inputs())
+
+
+@pytest.mark.parametrize(
+    ("replaced", "said"),
+    [
+        ({"token_to_kv_pool": object()}, "KV pool is object"),
+        ({"token_to_kv_pool_allocator": object()}, "allocator is object"),
+        ({"attn_backend": object()}, "attention backend is object"),
+        ({"tree": object()}, "radix cache is object"),
+        ({"kv_press_layers": 3}, "3 layers wrapped of 4"),
+    ],
+)
+def test_self_check_names_what_is_missing(replaced: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "missing_hooks", lambda: [])
+    with pytest.raises(guard.GuardError, match=said):
+        guard.self_check(*self_check_inputs(**replaced))
+
+
+def test_self_check_names_a_hook_that_was_not_applied(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    monkeypatch.setattr(HookRegistry, "_patched", {hook.target for hook in HOOKS[1:]})
+    with pytest.raises(guard.GuardError, match=HOOKS[0].target):
+        guard.self_check(*self_check_inputs())
+
+
+def test_a_failing_registration_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvzap_sglang import plugin
+
+    def broken() -> None:
+        raise RuntimeError("renamed upstream")
+
+    monkeypatch.setattr(plugin, "_register", broken)
+    with pytest.raises(SystemExit, match="renamed upstream"):
+        plugin.register()
+
+
+def test_hooks_leave_a_server_without_a_press_alone() -> None:
+    runner = SimpleNamespace(server_args=SimpleNamespace())
+    assert arguments.config_of(runner.server_args) is None
+
+
+@pytest.mark.parametrize("name", ["allocator", "pool", "tree", "attention"])
+def test_subclasses_accept_what_their_bases_accept(name: str) -> None:
+    """A pool subclass narrower than its base kills a server under pressure only."""
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+    from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+    from sglang.srt.mem_cache.radix_cache import RadixCache
+
+    from kvzap_sglang.attention.cpu import KVPressCPUBackend
+    from kvzap_sglang.memory.allocator import KVPressAllocator
+    from kvzap_sglang.memory.kv_pool import KVPressPool
+    from kvzap_sglang.radix_cache import KVPressRadixCache
+
+    ours, base = {
+        "allocator": (KVPressAllocator, TokenToKVPoolAllocator),
+        "pool": (KVPressPool, MHATokenToKVPool),
+        "tree": (KVPressRadixCache, RadixCache),
+        "attention": (KVPressCPUBackend, AttentionBackend),
+    }[name]
+    checked = 0
+    for attribute, function in vars(ours).items():
+        inherited = getattr(base, attribute, None)
+        if attribute == "__init__" or not inspect.isfunction(function) or not callable(inherited):
+            continue
+        checked += 1
+        wanted = inspect.signature(inherited).parameters
+        given = inspect.signature(function).parameters
+        catch_all = any(p.kind is p.VAR_KEYWORD for p in given.values())
+        missing = [p for p in wanted if p not in given and wanted[p].kind not in (2, 4)]
+        assert catch_all or not missing, f"{attribute} lacks {missing}"
+    assert checked >= 3
