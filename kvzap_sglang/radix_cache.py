@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from sglang.srt.mem_cache.base_prefix_cache import DecLockRefParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, TreeNode
@@ -14,6 +14,14 @@ from kvzap_sglang.memory.row_state import RowState
 from kvzap_sglang.observe.output_streamer import STATS_ATTRIBUTE
 from kvzap_sglang.observe.request_stats import request_stats
 from kvzap_sglang.request_options import parse_options
+
+
+class SettledRange(NamedTuple):
+    """Positions `[start, end)` of a path were ordered settled, which will free `cells` (those known)."""
+
+    start: int
+    end: int
+    cells: int
 
 
 class KVPressRadixCache(RadixCache):
@@ -117,6 +125,8 @@ class KVPressRadixCache(RadixCache):
         if self.disable:
             return
         row = self.rows[req.kv.req_pool_idx]
+        if req.finished():
+            self._settle_finished(req, row)
         if not req.last_node.head_token_sets.known.all():
             row.pending_node, row.pending_end = req.last_node, req.kv.cache_protected_len
 
@@ -134,24 +144,37 @@ class KVPressRadixCache(RadixCache):
 
     # -- settling ---------------------------------------------------------------------------
 
-    def settle_path(self, row: RowState, node: TreeNode, end: int, limit: int) -> list[tuple[int, int]]:
-        """Order tree-owned positions `[row.cursor, limit)` settled where nobody else may see them.
+    def settle_path(self, row: RowState, node: TreeNode, end: int, start: int, limit: int) -> list[SettledRange]:
+        """Order tree-owned positions `[start, limit)` settled where nobody else may see them.
 
         `node` ends at position `end`. A node that another request holds is left dense: that request's
         window may still reach those tokens. Returns the position ranges whose cells the step must free.
         """
-        ranges: list[tuple[int, int]] = []
-        while node is not self.root_node and end > row.cursor:
+        ranges: list[SettledRange] = []
+        while node is not self.root_node and end > start:
             sets = node.head_token_sets
             begin = end - len(sets)
-            low, high = max(begin, row.cursor), min(end, limit)
+            low, high = max(begin, start), min(end, limit)
             if low < high and node.lock_ref == 1 and (sets.owner is row or sets.known.all()):
                 part = slice(low - begin, high - begin)
-                if not sets.settled[part].all():
+                fresh = ~sets.settled[part]
+                if fresh.any():
+                    condemned = self.cells_per_token - sets.counts[part]
+                    ranges.append(SettledRange(low, high, int(condemned[fresh & sets.known[part]].sum())))
                     sets.settled[part] = True
-                    ranges.append((low, high))
             node, end = node.parent, begin
         return ranges
+
+    def _settle_finished(self, req: Any, row: RowState) -> None:
+        """Settle what a finished request leaves outside its last window: the tail it could not know to
+        be final while it ran, and what it had left dense for others that are gone by now."""
+        held = req.kv.cache_protected_len
+        ranges = self.settle_path(row, req.last_node, held, 0, held - self.window)
+        if not ranges:
+            return
+        slots = self.path_device_indices(req.last_node)
+        for start, end, cells in ranges:
+            self.token_to_kv_pool_allocator.queue_settle(slots[start:end], cells)
 
     # -- giving cells back --------------------------------------------------------------------
 

@@ -19,6 +19,9 @@ from kvzap_sglang.presses.base import LayerInput, Press
 from kvzap_sglang.radix_cache import KVPressRadixCache
 from kvzap_sglang.step_plan import StepPlan, StepPlanner
 
+# Settled ranges from this length on are compacted: below it a copy costs more than it saves.
+COMPACT_FROM_TOKENS = 64
+
 
 class StepDecisions:
     """A step's decisions on their way to the CPU (SGLang's `DeviceAuxiliaryOutput` protocol).
@@ -53,7 +56,6 @@ class KVPressRuntime:
     """One scheduler process' press: owns the order of events around each forward.
 
     Attributes:
-        pruned_cells: cells freed by settling so far.
         plan: the step being run, None between steps.
         kept: bool `[tokens, layers, heads]` of the step being run, filled layer by layer.
     """
@@ -76,7 +78,6 @@ class KVPressRuntime:
         self.threshold, self.sinks, self.window = threshold, sinks, window
         self.sparse_prefill = sparse_prefill
         self.result_lag = result_lag
-        self.pruned_cells = 0
         self.plan: StepPlan | None = None
         self.kept: torch.Tensor | None = None
         self._decisions: StepDecisions | None = None
@@ -152,11 +153,22 @@ class KVPressRuntime:
         if kept is None:
             raise RuntimeError("kv press: a step ended that did not begin")
         if plan.settle and self.threshold != -np.inf:
-            slots = [self._req_to_token[row, start:end] for row, start, end in plan.settle]
-            self.pruned_cells += self.cells.settle(torch.cat(slots).to(torch.int64))
+            self._settle(plan)
         self._decisions = StepDecisions(plan, pack_bits(kept.flatten(1)), self.cells.free_cells)
         self.plan = self.kept = self._slots = None
         return self._decisions
+
+    def _settle(self, plan: StepPlan) -> None:
+        """Free what left the window. A prompt's kept cells are moved together, a decode step's stay."""
+        single: list[torch.Tensor] = []
+        for row, start, end in plan.settle:
+            slots = self._req_to_token[row, start:end].to(torch.int64)
+            if end - start >= COMPACT_FROM_TOKENS:
+                self.allocator.pruned_cells += self.cells.settle_compact(slots)
+            else:
+                single.append(slots)
+        if single:
+            self.allocator.pruned_cells += self.cells.settle(torch.cat(single))
 
     def take_decisions(self) -> StepDecisions:
         """The decisions of the step that was just run, once. Raises when its forward did not run."""

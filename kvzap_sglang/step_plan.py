@@ -102,7 +102,8 @@ class StepPlanner:
         owned_by_tree = req.kv.cache_protected_len
         ranges = []
         if state.cursor < owned_by_tree:
-            ranges = self._tree.settle_path(state, req.last_node, owned_by_tree, limit)
+            settled = self._tree.settle_path(state, req.last_node, owned_by_tree, state.cursor, limit)
+            ranges = [(part.start, part.end) for part in settled]
         low = max(state.cursor, owned_by_tree)
         if low < limit:
             state.settle(low, limit)

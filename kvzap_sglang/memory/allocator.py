@@ -30,6 +30,8 @@ class KVPressAllocator(TokenToKVPoolAllocator):
         self.ledger = CellLedger(self.cells.layout.cells_total)
         self.kept_fraction = KeptFraction()
         self._queued_slots: list[torch.Tensor] = []
+        self._queued_settles: list[torch.Tensor] = []
+        self.pruned_cells = 0
         self._checks: list[Callable[[], list[str]]] = [self.cells.check]
         self._checked = 0
         super().__init__(size, dtype, device, kvcache, need_sort)
@@ -45,13 +47,24 @@ class KVPressAllocator(TokenToKVPoolAllocator):
     def clear(self) -> None:
         super().clear()
         self._queued_slots.clear()
+        self._queued_settles.clear()
         self.cells.reset()
         self.ledger.reset()
 
-    def drain(self) -> int:
-        """Free the cells of all queued slots. Forward stream only. Returns the cells freed."""
-        queued, self._queued_slots = self._queued_slots, []
-        return self.cells.release(torch.cat(queued)) if queued else 0
+    def queue_settle(self, slots: torch.Tensor, cells: int) -> None:
+        """Settle `slots` (live ones) at the next drain; `cells` of theirs are known to be condemned."""
+        self._queued_settles.append(slots.to(torch.int64, copy=True))
+        self.ledger.credit(cells)
+
+    def drain(self) -> None:
+        """Free the cells of all queued slots, settle the queued ones. Forward stream only."""
+        freed, self._queued_slots = self._queued_slots, []
+        settles, self._queued_settles = self._queued_settles, []
+        # Slots freed since they were queued for settling are empty by then, and settle to nothing.
+        if freed:
+            self.cells.release(torch.cat(freed))
+        if settles:
+            self.pruned_cells += self.cells.settle(torch.cat(settles).unique())
 
     # -- cells ------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ def server_info(config: KVPressConfig, runtime: KVPressRuntime) -> dict[str, Any
         "cells_tree": runtime.tree.tree_cells(),
         "physical_tokens": layout.physical_tokens,
         "virtual_tokens": layout.virtual_tokens,
-        "pruned_cells_total": runtime.pruned_cells,
+        "pruned_cells_total": runtime.allocator.pruned_cells,
         "evicted_cells_total": runtime.tree.evicted_cells,
         "kept_fraction_estimate": runtime.allocator.kept_fraction.mean,
         "bytes_per_cell": layout.bytes_per_cell,

@@ -193,12 +193,21 @@ class Simulator:
     def check(self) -> list[str]:
         """Everything that must hold; the sets only when nothing is in flight."""
         faults = self.pool.check()
-        truth = self.pool.free_cells + sum(int(self.pool.held(s).sum()) for s in self.allocator._queued_slots)
+        truth = self.pool.free_cells + self._queued_cells()
         if self.allocator.ledger.available > truth:
             faults.append(f"ledger promises {self.allocator.ledger.available} of {truth}")
         if not self.results:
+            self.allocator.available_cells()  # drains: the sets describe what is left then
             faults += self.tree.check_sets()
         return faults
+
+    def _queued_cells(self) -> int:
+        """Cells that the next drain will free."""
+        freed = torch.cat([torch.empty(0, dtype=torch.int64), *self.allocator._queued_slots])
+        settles = torch.cat([torch.empty(0, dtype=torch.int64), *self.allocator._queued_settles]).unique()
+        settles = settles[~torch.isin(settles, freed)]
+        kept = self.pool.kept(settles).sum(dim=(1, 2))
+        return int(self.pool.held(freed).sum() + (self.pool.held(settles) - kept).sum())
 
     # -- internals --------------------------------------------------------------------------
 

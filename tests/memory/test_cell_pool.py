@@ -65,6 +65,47 @@ def test_settle_frees_condemned_cells_only() -> None:
     assert pool.check() == []
 
 
+def test_compaction_moves_kept_rows_together() -> None:
+    pool = make_pool()
+    slots = torch.arange(1, 31)
+    pool.pop(slots)
+    pool.release(ids(4, 5, 22))
+    pool.pop(ids(50, 51, 52))  # the run is no longer one piece
+    pool.k.copy_(torch.arange(len(pool.k), dtype=torch.float32)[:, None].expand(-1, 16))
+    pool.v.copy_(-pool.k)
+    live = torch.tensor([s for s in slots.tolist() if s not in (4, 5, 22)])
+    condemned = torch.rand(LAYERS, len(live), HEADS) < 0.6
+    for layer in range(LAYERS):
+        pool.condemn(layer, live, condemned[layer])
+    before = pool.table.clone()
+    free = pool.free_cells
+    assert pool.settle_compact(live) == int(condemned.sum()) == pool.free_cells - free
+    assert pool.check() == []
+    for layer in range(LAYERS):
+        for head in range(HEADS):
+            kept = live[~condemned[layer, :, head]]
+            old, new = before[layer, kept, head], pool.table[layer, kept, head]
+            assert torch.equal(pool.k[new.long(), 0], old.float())
+            assert torch.equal(pool.v[new.long(), 0], -old.float())
+            owned = (before[layer, live, head] & CELL_MASK).sort().values
+            assert torch.equal(new, owned[: len(kept)])
+            assert (pool.table[layer, live[condemned[layer, :, head]], head] == NONE).all()
+    assert torch.equal(pool.table[:, 50:53], before[:, 50:53])
+
+
+@pytest.mark.parametrize("removed", [0.0, 1.0])
+def test_compaction_of_all_or_nothing(removed: float) -> None:
+    pool = make_pool()
+    slots = torch.arange(1, 11)
+    pool.pop(slots)
+    before = pool.table.clone()
+    for layer in range(LAYERS):
+        pool.condemn(layer, slots, torch.full((10, HEADS), bool(removed)))
+    assert pool.settle_compact(slots) == int(removed) * 10 * LAYERS * HEADS
+    assert torch.equal(pool.table, before) == (not removed)
+    assert pool.check() == []
+
+
 def test_release_takes_condemned_cells_too() -> None:
     pool = make_pool()
     slots = ids(1, 2)
@@ -94,7 +135,7 @@ def test_zero_tokens() -> None:
     pool = make_pool()
     none = torch.empty(0, dtype=torch.int64)
     pool.pop(none)
-    assert pool.release(none) == pool.settle(none) == 0
+    assert pool.release(none) == pool.settle(none) == pool.settle_compact(none) == 0
     assert pool.kept(none).shape == (0, LAYERS, HEADS)
     assert pool.check() == []
 
@@ -125,7 +166,9 @@ def test_too_many_cells_are_refused() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from("prcs"), st.integers(1, 12), st.randoms(use_true_random=False)), max_size=30))
+@given(
+    st.lists(st.tuples(st.sampled_from("prcsm"), st.integers(1, 12), st.randoms(use_true_random=False)), max_size=30)
+)
 def test_random_interleavings(steps: list[tuple[str, int, object]]) -> None:
     """Against a model that holds, per slot, the set of cells it must own."""
     pool = make_pool()
@@ -146,9 +189,10 @@ def test_random_interleavings(steps: list[tuple[str, int, object]]) -> None:
         slots = rng.sample(live, min(count, len(live)))  # type: ignore[attr-defined]
         if action == "r":
             assert pool.release(ids(*slots)) == sum(int(owned.pop(s).sum()) for s in slots)
-        elif action == "s":
+        elif action in "sm":
             gone = [owned[s] & condemned[s] for s in slots]
-            assert pool.settle(ids(*slots)) == sum(int(g.sum()) for g in gone)
+            settle = pool.settle if action == "s" else pool.settle_compact
+            assert settle(ids(*slots)) == sum(int(g.sum()) for g in gone)
             for slot, g in zip(slots, gone, strict=True):
                 owned[slot] &= ~g
         elif slots:

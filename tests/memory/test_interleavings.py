@@ -91,7 +91,7 @@ def test_the_simulation_exercises_what_it_should() -> None:
     pruned = evicted = 0
     for seed in range(6):
         simulator = run(seed, 200, 1, 4, 0.6, False)
-        pruned += simulator.runtime.pruned_cells
+        pruned += simulator.allocator.pruned_cells
         evicted += simulator.tree.evicted_cells
         drain(simulator)
     assert pruned > 500 and evicted > 500
