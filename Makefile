@@ -26,7 +26,7 @@ serve: models ## the demo's server in the foreground on port 30000 (PORT=...)
 	@$(PY) scripts/demo.py --models $(MODELS) --serve --port $(PORT)
 
 test: setup models ## every test; those that need a GPU are skipped where there is none
-	$(PY) -m pytest
+	$(PY) -m pytest -n 2 --dist loadfile
 
 test-fast: setup models ## unit tests only: no server, no GPU
 	$(PY) -m pytest -m "not server and not gpu"

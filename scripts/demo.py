@@ -8,6 +8,7 @@ The exit code is the example's; with --serve the server stays in the foreground 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import signal
 import socket
@@ -57,7 +58,9 @@ def server_command(model: Path, surrogate: Path, port: int) -> list[str]:
     """The launch line: SGLang's own, plus the press."""
     press = ["--kv-press", "kvzap", "--kv-press-model", str(surrogate), f"--kv-press-threshold={THRESHOLD}"]
     limits = ["--max-total-tokens", "16384", "--max-running-requests", "8", "--chunked-prefill-size", "1024"]
-    serve = ["--device", "cpu", "--enable-cache-report", "--host", HOST, "--port", str(port)]
+    # Without kvzap-sglang-cpu this is a GPU machine, and SGLang finds the device by itself.
+    device = ["--device", "cpu"] if importlib.util.find_spec("kvzap_sglang_cpu") else []
+    serve = [*device, "--enable-cache-report", "--host", HOST, "--port", str(port)]
     return [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), *press, *limits, *serve]
 
 

@@ -63,10 +63,15 @@ def test_a_missing_model_says_make_models(
     assert "run `make models`" in capsys.readouterr().err
 
 
-def test_launch_line_is_sglangs_own_with_the_press(demo: ModuleType) -> None:
+@pytest.mark.parametrize("cpu", [True, False])
+def test_launch_line_is_sglangs_own_with_the_press(
+    demo: ModuleType, monkeypatch: pytest.MonkeyPatch, cpu: bool
+) -> None:
+    monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: object() if cpu else None)
     command = demo.server_command(Path("m"), Path("s"), 31000)
     assert command[1:5] == ["-m", "sglang.launch_server", "--model-path", "m"]
     assert "--kv-press kvzap --kv-press-model s --kv-press-threshold=-3.0" in " ".join(command)
+    assert ("--device cpu" in " ".join(command)) is cpu
     assert command[-2:] == ["--port", "31000"]
 
 

@@ -16,7 +16,7 @@ from tests.texts import real_text_prompts
 pytestmark = pytest.mark.server
 
 MODEL = "SmolLM2-135M-Instruct-fp32"
-DENSE_AND_SPARSE = ("dense", "sparse")
+PREFILLS = ("dense", "sparse")
 
 
 def run(chunk: int, log: Path, prefill: str) -> list[dict[str, Any]]:
@@ -33,7 +33,7 @@ def run(chunk: int, log: Path, prefill: str) -> list[dict[str, Any]]:
         return alone + server.generate_all(calls)
 
 
-@pytest.mark.parametrize("prefill", DENSE_AND_SPARSE)
+@pytest.mark.parametrize("prefill", PREFILLS)
 def test_chunk_size_does_not_matter(prefill: str, tmp_path: Path) -> None:
     reference, *others = [run(chunk, tmp_path / f"{chunk}.log", prefill) for chunk in (2048, 256, 64)]
     for answers in others:
