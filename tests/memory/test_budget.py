@@ -1,0 +1,102 @@
+"""Admission plans with what the cells allow."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvzap_sglang.memory.budget import KVPressPrefillBudget
+from kvzap_sglang.memory.kept_fraction import KeptFraction
+
+CELLS_PER_TOKEN = 10
+
+
+def make_budget(*, free_tokens: int, kept: float, sparse: bool = False, slots: int = 10_000) -> KVPressPrefillBudget:
+    layout = SimpleNamespace(cells_per_token=CELLS_PER_TOKEN)
+    allocator: Any = SimpleNamespace(
+        page_size=1,
+        available_size=lambda: slots,
+        available_cells=lambda: free_tokens * CELLS_PER_TOKEN,
+        cells=SimpleNamespace(layout=layout),
+        kept_fraction=SimpleNamespace(planned=kept),
+    )
+    tree = SimpleNamespace(
+        window=100,
+        sparse_prefill=sparse,
+        evictable_cells=0,
+        evictable_size=lambda: 0,
+        supports_mamba=lambda: False,
+    )
+    return KVPressPrefillBudget(allocator, tree)
+
+
+def admits(budget: KVPressPrefillBudget, extend: int, new: int, chunk: int | None = None) -> bool:
+    fits, _ = budget.check_prefill(
+        extend_input_len=extend,
+        total_tokens=extend + new,
+        max_new_tokens=new,
+        input_tokens=extend,
+        swa_host_hit_length=0,
+        chunk_limit=chunk,
+    )
+    return fits
+
+
+def test_nothing_pruned_is_stock() -> None:
+    budget = make_budget(free_tokens=1000, kept=1.0)
+    assert admits(budget, 600, 399)
+    assert not admits(budget, 600, 400)
+
+
+def test_generated_tokens_cost_what_is_kept() -> None:
+    budget = make_budget(free_tokens=1000, kept=0.25)
+    assert admits(budget, 600, 2900)  # 0.25 * 3500 + 0.75 * 100 = 950
+    assert not admits(budget, 600, 3200)
+
+
+def test_a_dense_prompt_needs_its_peak() -> None:
+    assert not admits(make_budget(free_tokens=500, kept=0.1), 501, 1, chunk=64)
+
+
+def test_a_sparse_prompt_needs_a_chunk_and_what_is_kept() -> None:
+    budget = make_budget(free_tokens=500, kept=0.1, sparse=True)
+    assert admits(budget, 2000, 10, chunk=64)  # 164 + 0.1 * 1836 = 348
+    assert not admits(budget, 2000, 10)  # no chunking: all at once
+
+
+def test_admitted_requests_are_charged() -> None:
+    budget = make_budget(free_tokens=1000, kept=0.5)
+    budget.reserve(600, 100)
+    assert budget.physical_remaining == pytest.approx(400)
+    assert not admits(budget, 401, 1)
+    assert admits(budget, 390, 1)
+
+
+def test_running_requests_are_charged_at_the_kept_fraction() -> None:
+    budget = make_budget(free_tokens=1000, kept=0.5)
+    budget.total_offset += 800  # as SGLang's adder does for running requests
+    assert budget.physical_remaining == pytest.approx(600)
+
+
+def test_slots_still_bound() -> None:
+    assert not admits(make_budget(free_tokens=10_000, kept=0.1, slots=500), 400, 100)
+
+
+@pytest.mark.parametrize(("free", "expected"), [(0, None), (10, 10), (500, 64)])
+def test_a_chunk_gets_what_is_there_or_waits(free: int, expected: int | None) -> None:
+    assert make_budget(free_tokens=free, kept=0.5).available_chunk_tokens(64) == expected
+
+
+def test_the_estimate_starts_dense_and_learns() -> None:
+    estimate = KeptFraction()
+    assert estimate.planned == 1.0
+    estimate.observe(0, 0, 0)
+    for _ in range(200):
+        estimate.observe(300, 1000, 1000)
+    assert estimate.mean == pytest.approx(0.3, abs=0.01)
+    assert estimate.planned == pytest.approx(0.33, abs=0.011)
+    for _ in range(400):
+        estimate.observe(1000, 1000, 1000)
+    assert estimate.mean > 0.95  # it forgets
