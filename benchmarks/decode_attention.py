@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
+from benchmarks.machine import describe_machine
 from kvzap_sglang.kernels.cpu import describe, ragged_decode, read_rows
 from kvzap_sglang.kernels.encoding import VisibleCells
 
@@ -51,15 +50,6 @@ class Layer:
     k: torch.Tensor
     v: torch.Tensor
     visible: dict[str, VisibleCells]
-
-
-def processor() -> str:
-    """The processor's name as the kernel gives it, or the platform's word for it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def make_layer(shape: Shape, dtype: torch.dtype) -> Layer:
@@ -173,7 +163,7 @@ def main() -> None:
     shape = Shape(options.batch, options.q_heads, options.kv_heads, options.dim, options.context, options.kept)
     clock = time.perf_counter if options.clock == "wall" else lambda: time.process_time() / options.threads
     print(
-        f"{processor()}, load {os.getloadavg()[0]:.1f}, {options.clock} time, torch {torch.__version__}, {describe()}\n{shape}"
+        f"{describe_machine(options.threads)}, load {os.getloadavg()[0]:.1f}, {options.clock} time, torch {torch.__version__}, {describe()}\n{shape}"
     )
     for dtype in (torch.float32, torch.bfloat16):
         report(shape, dtype, measure(shape, dtype, options.layers, options.rounds, clock))

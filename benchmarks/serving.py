@@ -94,13 +94,14 @@ def main() -> None:
     parser.add_argument("--long-context", type=int, default=4096)
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--threshold", default="-3")
+    parser.add_argument("--dtype", default="bfloat16", help="float32 on processors without bf16 arithmetic")
     parser.add_argument("--skip-stock", action="store_true")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    print(describe_machine(args.threads))
+    machine = f"{describe_machine(args.threads)}, {args.dtype}"
+    print(machine)
     timings = list(run(args))
     found = ratios({(t.name, t.context): t for t in timings}, args)
-    machine = describe_machine(args.threads)
     report = {"machine": machine, "timings": [asdict(t) for t in timings], "ratios": found}
     (args.out / "serving.json").write_text(json.dumps(report, indent=2))
     for name, value in found.items():
@@ -122,7 +123,8 @@ def run(args: argparse.Namespace) -> Iterator[Timing]:
         servers.insert(0, ("stock", ("--attention-backend", "torch_native"), (args.context,)))
     for name, flags, contexts in servers:
         room = args.batch * (args.long_context + args.new_tokens + 64)
-        with server(args.model, args.out / "server.log", room, args.threads, *flags) as url:
+        log = args.out / "server.log"
+        with server(args.model, log, room, args.threads, "--dtype", args.dtype, *flags) as url:
             for seed, context in enumerate(contexts):
                 timing = measure(url, name, args.batch, context, args.new_tokens, seed)
                 print(timing, flush=True)

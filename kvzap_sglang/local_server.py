@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HOST = "127.0.0.1"
-START_SECONDS = 300
+START_SECONDS = 600
 STOP_SECONDS = 20
 
 
