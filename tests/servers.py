@@ -47,7 +47,7 @@ class Server(LocalServer):
         body: dict[str, Any] = {"input_ids": input_ids, "sampling_params": sampling}
         if logprob:
             body |= {"return_logprob": True, "top_logprobs_num": 2}
-        answer = requests.post(f"{self.url}/generate", json=body, timeout=600)
+        answer = requests.post(f"{self.url}/generate", json=body, timeout=1500)
         if not answer.ok:
             raise RuntimeError(f"{answer.status_code}: {answer.text}")
         return answer.json()
