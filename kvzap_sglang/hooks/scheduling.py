@@ -67,10 +67,17 @@ def _refuse_what_never_fits(adder: Any, allocator: Any, req: Any) -> None:
     req.init_next_round_input(tree)
 
 
-def next_prefill(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    """Abort a half-prefilled prompt that waits for cells nobody is going to free."""
-    batch, running = original(scheduler, *args, **kwargs)
+def next_prefill(
+    original: Callable[..., Any], scheduler: Any, prefill_delayer_single_pass: Any, running_batch: Any
+) -> Any:
+    """Admit again as cells come free; abort a half-prefilled prompt that waits for cells nobody will free."""
     runtime = runtime_of(scheduler)
+    if runtime is not None:
+        # SGLang shuts admission until a running request leaves; pruning frees cells while all of them stay.
+        running_batch.batch_is_full = False
+    batch, running = original(
+        scheduler, prefill_delayer_single_pass=prefill_delayer_single_pass, running_batch=running_batch
+    )
     waiting = scheduler.chunked_req
     if runtime is None or waiting is None or batch is not None:
         return batch, running
