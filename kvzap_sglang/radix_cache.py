@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 from sglang.srt.mem_cache.base_prefix_cache import DecLockRefParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, TreeNode
 
@@ -249,8 +250,6 @@ class KVPressRadixCache(RadixCache):
 
 def compare_with_table(pool: Any, node: TreeNode, sets: HeadTokenSets) -> list[str]:
     """Violations for one node: length, kept bits against table entries, cells against counts."""
-    import numpy as np
-
     if len(sets) != len(node.key):
         return [f"node {node.id}: sets of {len(sets)} tokens for a key of {len(node.key)}"]
     kept = pool.kept(node.value).reshape(len(sets), -1).cpu().numpy()
