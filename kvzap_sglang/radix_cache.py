@@ -75,6 +75,10 @@ class KVPressRadixCache(RadixCache):
         sets = concatenate([n.head_token_sets for n in self.path(node)], self.cells_per_token)
         return sets.slice(0, end)
 
+    def path_cells(self, node: TreeNode) -> int:
+        """Cells held by the nodes on the path to `node`."""
+        return sum(n.head_token_sets.cells() for n in self.path(node))
+
     def nodes(self) -> Iterator[TreeNode]:
         """Every node but the root."""
         stack = list(self.root_node.children.values())

@@ -55,7 +55,7 @@ def _refuse_what_never_fits(adder: Any, allocator: Any, req: Any) -> None:
     if tree.sparse_prefill and adder.rem_chunk_tokens is not None:
         # Pruned chunk by chunk: how much of the prompt will be kept is not known before.
         extend = min(extend, tree.window)
-    room = layout.cells_total - tree.path_sets(req.last_node, req.prefix_len).cells()
+    room = layout.cells_total - tree.path_cells(req.last_node)
     need = allocator.cells_for(extend + 1)
     if need <= room:
         return
