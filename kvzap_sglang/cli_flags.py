@@ -17,6 +17,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser._negative_number_matcher = re.compile(r"^-(\d+|\d*\.\d+|\d+(\.\d*)?[eE][-+]?\d+|inf)$")
     group = parser.add_argument_group("kvzap-sglang: KV cache pruning")
     for name, field in KVPressConfig.model_fields.items():
+        if field.annotation is bool:
+            group.add_argument(flag_name(name), dest=name, action="store_true", default=None, help=field.description)
+            continue
         choices, kind = _choices_and_type(field.annotation)
         default = "" if field.is_required() or field.default is None else f" (default: {field.default})"
         group.add_argument(

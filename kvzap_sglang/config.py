@@ -54,8 +54,9 @@ class KVPressConfig(BaseModel):
         description="First positions that are always kept (kvzap: 0; streaming and random: 4).",
     )
     kv_press_hit_window: Literal["recompute", "accept"] = Field(
-        "accept", description="What a request does that branches where the tail is already settled."
+        "recompute", description="What a request does that branches where its window is already pruned."
     )
+    kv_press_lock: bool = Field(False, description="Refuse requests that choose their own threshold.")
 
     @field_validator("kv_press_threshold")
     @classmethod

@@ -132,8 +132,6 @@ def preflight(server_args: Any, config: KVPressConfig) -> None:
     faults += refused(args)
     if args.device != "cpu":
         faults.append(f"--device {args.device}: this version attends pruned caches on the CPU only; use --device cpu")
-    if config.kv_press_hit_window == "recompute":
-        faults.append("--kv-press-hit-window recompute is not available yet: use --kv-press-hit-window accept")
     if not faults:
         faults += _model_faults(ModelConfig.from_server_args(server_args), config)
     if faults:

@@ -27,6 +27,7 @@ class Hook(NamedTuple):
 
 _KV = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator."
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner."
+_ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder."
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
 _PARTS = "sglang.srt.managers.scheduler_components."
 _RESULTS = _PARTS + "batch_result_processor.SchedulerBatchResultProcessor."
@@ -47,11 +48,9 @@ HOOKS: tuple[Hook, ...] = (
     # scheduling
     Hook(_SCHEDULER + "run_batch", HookType.AROUND, scheduling.run_batch),
     Hook(_SCHEDULER + "_get_new_batch_prefill_raw", HookType.AROUND, scheduling.next_prefill),
-    Hook(
-        "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req",
-        HookType.AROUND,
-        scheduling.add_one_req,
-    ),
+    Hook(_SCHEDULER + "_create_generation_req", HookType.AROUND, scheduling.create_request),
+    Hook(_ADDER + "add_one_req", HookType.AROUND, scheduling.add_one_req),
+    Hook(_ADDER + "add_chunked_req", HookType.AROUND, scheduling.add_chunked_req),
     Hook(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
         HookType.AROUND,
@@ -79,6 +78,11 @@ HOOKS: tuple[Hook, ...] = (
         _PARTS + "pool_stats_observer.SchedulerPoolStatsObserver._get_token_info",
         HookType.AFTER,
         report.physical_usage,
+    ),
+    Hook(
+        _PARTS + "pool_stats_observer.SchedulerPoolStatsObserver.get_pool_stats",
+        HookType.AFTER,
+        report.log_line_stats,
     ),
 )
 

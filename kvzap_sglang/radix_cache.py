@@ -2,62 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import numpy as np
-from sglang.srt.mem_cache.base_prefix_cache import DecLockRefParams
+from sglang.srt.mem_cache.base_prefix_cache import DecLockRefParams, MatchPrefixParams, MatchResult
 from sglang.srt.mem_cache.radix_cache import RadixCache, TreeNode
 
+from kvzap_sglang.config import KVPressConfig
 from kvzap_sglang.memory.allocator import KVPressAllocator
-from kvzap_sglang.memory.head_token_sets import BitArray, HeadTokenSets, concatenate
+from kvzap_sglang.memory.head_token_sets import BitArray, HeadTokenSets, SetShape, concatenate
 from kvzap_sglang.memory.row_state import RowState
 from kvzap_sglang.observe.output_streamer import STATS_ATTRIBUTE
 from kvzap_sglang.observe.request_stats import request_stats
 from kvzap_sglang.request_options import parse_options
-
-
-class SettledRange(NamedTuple):
-    """Positions `[start, end)` of a path were ordered settled, which will free `cells` (those known)."""
-
-    start: int
-    end: int
-    cells: int
+from kvzap_sglang.sharing.recompute import usable_prefix
+from kvzap_sglang.sharing.settling import Settler, Span
 
 
 class KVPressRadixCache(RadixCache):
     """`RadixCache` plus one `HeadTokenSets` per node (attribute `head_token_sets`).
 
     Node values stay token slots, so matching, splitting, locking and SGLang's leak equation are
-    stock; the sets say how many cells a node gives back when it goes.
+    stock; the sets say how many cells a node gives back when it goes. A match may end before the node that
+    it locks: the request then recomputes the rest (`sharing.recompute`).
 
     Attributes:
         rows: running requests' `RowState` by `req_to_token` row.
         window: positions that are never pruned. sparse_prefill: whether prompts are pruned chunk by chunk.
+        settler: orders the cells of shared tokens free.
+        dense_nodes: nodes that hold condemned cells.
         evictable_cells: cells that evicting every unlocked node would free (conservative).
-        evicted_cells: cells given back by eviction so far.
+        evicted_cells: cells given back by eviction so far. healed_cells: cells taken back from recomputation.
+        recomputed_tokens: matched tokens that requests computed again for the sake of their window.
     """
 
     token_to_kv_pool_allocator: KVPressAllocator
 
-    def __init__(self, params: Any, window: int, sparse_prefill: bool) -> None:
-        self.window = window
-        self.sparse_prefill = sparse_prefill
+    def __init__(self, params: Any, config: KVPressConfig, shape: SetShape, layers: int) -> None:
+        """`layers`: of the model; a sparse prefill's hit is exact from that many windows on."""
+        self.config = config
+        self.shape = shape
+        self.window = config.kv_press_window
+        self.sparse_prefill = config.kv_press_prefill == "sparse"
+        self.recompute_depth = 0
+        if config.kv_press_hit_window == "recompute":
+            self.recompute_depth = self.window * (layers if self.sparse_prefill else 1)
         self.rows: dict[int, RowState] = {}
-        self.evicted_cells = 0
+        self.dense_nodes: set[TreeNode] = set()
+        self.evicted_cells = self.healed_cells = self.recomputed_tokens = 0
+        self.settler = Settler(self)
         self._inserting: RowState | None = None
         super().__init__(params)
-        self.token_to_kv_pool_allocator.watch(self.check_sets)
-
-    @property
-    def cells_per_token(self) -> int:
-        return self.token_to_kv_pool_allocator.cells.layout.cells_per_token
+        allocator = self.token_to_kv_pool_allocator
+        allocator.watch(self.check_sets)
+        allocator.exact = shape.ranks == 1
+        allocator.nothing_held = lambda: not self.rows and not self.root_node.children
 
     def reset(self) -> None:
         super().reset()
         self.evictable_cells = 0
         self.rows.clear()
-        self.root_node.head_token_sets = HeadTokenSets.unknown(0, self.cells_per_token)
+        self.dense_nodes.clear()
+        self.root_node.head_token_sets = HeadTokenSets.unknown(0, self.shape)
 
     # -- walking ----------------------------------------------------------------------------
 
@@ -70,14 +78,22 @@ class KVPressRadixCache(RadixCache):
         nodes.reverse()
         return nodes
 
+    def spans(self, node: TreeNode) -> Iterator[Span]:
+        """Nodes and positions on the path to `node`, from its end up to the root."""
+        end = sum(len(n.key) for n in self.path(node))
+        while node is not self.root_node and node is not None:
+            begin = end - len(node.key)
+            yield Span(node, begin, end)
+            node, end = node.parent, begin
+
     def path_sets(self, node: TreeNode, end: int) -> HeadTokenSets:
         """Sets of the first `end` tokens on the path to `node`."""
-        sets = concatenate([n.head_token_sets for n in self.path(node)], self.cells_per_token)
-        return sets.slice(0, end)
+        sets = concatenate([n.head_token_sets for n in self.path(node)], self.shape)
+        return sets.cut(0, end)
 
     def path_cells(self, node: TreeNode) -> int:
-        """Cells held by the nodes on the path to `node`."""
-        return sum(n.head_token_sets.cells() for n in self.path(node))
+        """Cells that the nodes on the path to `node` hold at most."""
+        return sum(n.head_token_sets.cells_at_most() for n in self.path(node))
 
     def nodes(self) -> Iterator[TreeNode]:
         """Every node but the root."""
@@ -88,21 +104,38 @@ class KVPressRadixCache(RadixCache):
             yield node
 
     def tree_cells(self) -> int:
-        """Cells held by all nodes."""
-        return sum(node.head_token_sets.cells() for node in self.nodes())
+        """Cells that all nodes hold on this rank."""
+        return sum(node.head_token_sets.rank_cells() for node in self.nodes())
+
+    # -- matching ---------------------------------------------------------------------------
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        """SGLang's match; a request gets less of it where its window is already pruned."""
+        result = super().match_prefix(params)
+        length = result.device_prefix_len
+        if params.req is None or not self.recompute_depth or not length:
+            return result
+        tail = []
+        for node, _, end in self.spans(result.last_device_node):
+            if end <= length - self.recompute_depth - self.window:
+                break
+            tail.append(node.head_token_sets.pruned())
+        pruned = np.concatenate(tail[::-1])
+        return result._replace(device_prefix_len=usable_prefix(pruned, length, self.window, self.recompute_depth))
 
     # -- keeping the sets beside the values ---------------------------------------------------
 
     def _insert_cache(self, req: Any, token_ids: Any, **kwargs: Any) -> Any:
         row = self.rows[req.kv.req_pool_idx]
         protected = req.kv.cache_protected_len
+        healed = self._heal(req, row) if row.heal_end > row.heal_start else 0
         self._inserting = row
         try:
             result = super()._insert_cache(req, token_ids, **kwargs)
         finally:
             self._inserting = None
         # The request's own copies of tokens that the tree already had were just freed.
-        self.token_to_kv_pool_allocator.ledger.credit(row.cells(protected, result[2]))
+        self.token_to_kv_pool_allocator.ledger.credit(row.cells(protected, result[2]) - healed)
         return result
 
     def _insert_helper(
@@ -116,22 +149,27 @@ class KVPressRadixCache(RadixCache):
             last.head_token_sets = self._inserting.sets(matched, length)
             if last.lock_ref == 0:
                 self.evictable_cells += last.head_token_sets.cells()
+            self._note(last)
         return matched, last
 
     def _split_node(self, key: Any, child: TreeNode, split_len: int) -> TreeNode:
         sets = child.head_token_sets
         parent = super()._split_node(key, child, split_len)
-        parent.head_token_sets = sets.slice(0, split_len)
-        child.head_token_sets = sets.slice(split_len, len(sets))
+        parent.head_token_sets = sets.cut(0, split_len)
+        child.head_token_sets = sets.cut(split_len, len(sets))
+        for node in (parent, child):
+            self._note(node)
         return parent
 
     def checkpoint(self, req: Any, *, up_to: int) -> None:
-        super().checkpoint(req, up_to=up_to)
-        if self.disable:
+        row = None if self.disable else self.rows[req.kv.req_pool_idx]
+        if row is not None and row.heal_start < row.heal_end and up_to < row.heal_end:
+            # Still recomputing what the tree has: published once the tree's tokens can be healed with it.
             return
-        row = self.rows[req.kv.req_pool_idx]
-        if req.finished():
-            self._settle_finished(req, row)
+        super().checkpoint(req, up_to=up_to)
+        if row is None:
+            return
+        row.node = req.last_node
         if not req.last_node.head_token_sets.known.all():
             row.pending_node, row.pending_end = req.last_node, req.kv.cache_protected_len
 
@@ -144,42 +182,30 @@ class KVPressRadixCache(RadixCache):
             begin = end - len(sets)
             low, high = max(begin, start), min(end, stop)
             if sets.owner is row and low < high and not sets.known[low - begin : high - begin].all():
-                self._change(node, lambda s=sets: s.fill(low - begin, packed[low - start : high - start]))  # noqa: B023
+                self.change(node, partial(sets.fill, low - begin, packed[low - start : high - start]))
             node, end = node.parent, begin
 
-    # -- settling ---------------------------------------------------------------------------
-
-    def settle_path(self, row: RowState, node: TreeNode, end: int, start: int, limit: int) -> list[SettledRange]:
-        """Order tree-owned positions `[start, limit)` settled where nobody else may see them.
-
-        `node` ends at position `end`. A node that another request holds is left dense: that request's
-        window may still reach those tokens. Returns the position ranges whose cells the step must free.
-        """
-        ranges: list[SettledRange] = []
-        while node is not self.root_node and end > start:
+    def _heal(self, req: Any, row: RowState) -> int:
+        """Give the tree the cells that `row` recomputed in its last window before the branch, where the tree
+        pruned its own. Returns the cells that the tree takes over (on the rank that takes most)."""
+        start, end = row.heal_start, row.heal_end
+        mine = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, start:end]
+        self.token_to_kv_pool_allocator.queue_heal(row.reused[start - row.hit :], mine)
+        taken = 0
+        for node, begin, _ in self.spans(row.node):
             sets = node.head_token_sets
-            begin = end - len(sets)
-            low, high = max(begin, start), min(end, limit)
-            if low < high and node.lock_ref == 1 and (sets.owner is row or sets.known.all()):
-                part = slice(low - begin, high - begin)
-                fresh = ~sets.settled[part]
-                if fresh.any():
-                    condemned = self.cells_per_token - sets.counts[part]
-                    ranges.append(SettledRange(low, high, int(condemned[fresh & sets.known[part]].sum())))
-                    sets.settled[part] = True
-            node, end = node.parent, begin
-        return ranges
+            part = slice(max(0, start - begin), max(0, end - begin))
+            before = sets.cells(part.start, part.stop)
 
-    def _settle_finished(self, req: Any, row: RowState) -> None:
-        """Settle what a finished request leaves outside its last window: the tail it could not know to
-        be final while it ran, and what it had left dense for others that are gone by now."""
-        held = req.kv.cache_protected_len
-        ranges = self.settle_path(row, req.last_node, held, 0, held - self.window)
-        if not ranges:
-            return
-        slots = self.path_device_indices(req.last_node)
-        for start, end, cells in ranges:
-            self.token_to_kv_pool_allocator.queue_settle(slots[start:end], cells)
+            def heal(sets: HeadTokenSets = sets, part: slice = part) -> None:
+                sets.settled[part] = False
+                sets.healed[part] = True
+
+            self.change(node, heal)
+            taken += sets.cells(part.start, part.stop) - before
+        row.heal_end = row.heal_start
+        self.healed_cells += taken
+        return taken
 
     # -- giving cells back --------------------------------------------------------------------
 
@@ -194,6 +220,7 @@ class KVPressRadixCache(RadixCache):
         super()._delete_leaf(node)
         # Decisions that arrive for it later must not be counted into the tree.
         node.head_token_sets.owner = None
+        self.dense_nodes.discard(node)
         self.evictable_cells -= cells
         self.evicted_cells += cells
         self.token_to_kv_pool_allocator.ledger.credit(cells)
@@ -201,7 +228,11 @@ class KVPressRadixCache(RadixCache):
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
         super().on_release(req, checkpointed=checkpointed)
         row = self.rows.pop(req.kv.req_pool_idx, None)
-        if row is not None and req.finished():
+        if row is None:
+            return
+        if not self.disable:
+            self.settler.leave(row, req.kv.cache_protected_len)
+        if req.finished():
             self._keep_stats(req, row)
 
     def _keep_stats(self, req: Any, row: RowState) -> None:
@@ -214,7 +245,7 @@ class KVPressRadixCache(RadixCache):
             parts.append(row.sets(protected, held))
         options = parse_options(req.sampling_params.custom_params)
         layout = self.token_to_kv_pool_allocator.cells.layout
-        whole = concatenate(parts, self.cells_per_token)
+        whole = concatenate(parts, self.shape)
         stats = request_stats(whole, layout, self.window, return_kept=options.return_kept)
         setattr(req, STATS_ATTRIBUTE, stats)
 
@@ -229,12 +260,19 @@ class KVPressRadixCache(RadixCache):
             self.evictable_cells += sum(n.head_token_sets.cells() for n in freed)
         return super().dec_lock_ref(node, params)
 
-    def _change(self, node: TreeNode, change: Any) -> None:
-        """Apply `change` to a node's sets, keeping `evictable_cells` right."""
+    def change(self, node: TreeNode, change: Callable[[], None]) -> None:
+        """Apply `change` to a node's sets, keeping what is counted over nodes right."""
         before = node.head_token_sets.cells()
         change()
         if node.lock_ref == 0:
             self.evictable_cells += node.head_token_sets.cells() - before
+        self._note(node)
+
+    def _note(self, node: TreeNode) -> None:
+        if node.head_token_sets.dense_tail().any():
+            self.dense_nodes.add(node)
+        else:
+            self.dense_nodes.discard(node)
 
     # -- checks -----------------------------------------------------------------------------
 
@@ -258,12 +296,13 @@ def compare_with_table(pool: Any, node: TreeNode, sets: HeadTokenSets) -> list[s
         return [f"node {node.id}: sets of {len(sets)} tokens for a key of {len(node.key)}"]
     kept = pool.kept(node.value).reshape(len(sets), -1).cpu().numpy()
     packed = np.packbits(kept, axis=1)
+    rank = sets.shape.rank
     faults = []
-    wrong = int((packed != sets.packed)[sets.known].any(axis=1).sum()) if len(sets) else 0
+    wrong = int((packed != sets.packed[:, rank])[sets.known].any(axis=1).sum()) if len(sets) else 0
     if wrong:
         faults.append(f"node {node.id}: kept bits of {wrong} tokens differ from the cell table")
     held = pool.held(node.value).cpu().numpy()
-    expected = np.where(sets.settled, sets.counts, sets.cells_per_token)
+    expected = np.where(sets.settled, sets.counts[:, rank], sets.shape.cells_per_token)
     if (held != expected)[sets.known].any():
         faults.append(f"node {node.id}: holds {int(held.sum())} cells, its sets say {int(expected.sum())}")
     return faults

@@ -6,17 +6,20 @@ popped by the next without waiting for the CPU.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 
+from kvzap_sglang.config import KVPressConfig
 from kvzap_sglang.kernels.bits import pack_bits
 from kvzap_sglang.memory.allocator import KVPressAllocator
 from kvzap_sglang.memory.head_token_sets import BitArray, count_bits
 from kvzap_sglang.presses.base import LayerInput, Press
 from kvzap_sglang.radix_cache import KVPressRadixCache
+from kvzap_sglang.ranks import GatherDecisions, own_decisions
+from kvzap_sglang.reused_tokens import NO_REUSE, ReusedTokens
 from kvzap_sglang.step_plan import StepPlan, StepPlanner
 
 # Settled ranges from this length on are compacted: below it a copy costs more than it saves.
@@ -27,11 +30,11 @@ class StepDecisions:
     """A step's decisions on their way to the CPU (SGLang's `DeviceAuxiliaryOutput` protocol).
 
     Attributes:
-        packed: uint8 `[tokens, bytes]` kept bits of the step's tokens, in row order.
-        free_cells: free cells after the step.
+        plan: the step. free_cells: free cells after it, on the rank that has fewest.
     """
 
     def __init__(self, plan: StepPlan, packed: torch.Tensor, free_cells: int) -> None:
+        """packed: uint8 `[tokens, ranks, bytes]` kept bits of the step's tokens, in row order."""
         self.plan = plan
         self.free_cells = free_cells
         self._device_packed = packed
@@ -52,12 +55,23 @@ class StepDecisions:
         return source.cpu().numpy()
 
 
+def score_limits(plan: StepPlan, device: torch.device) -> torch.Tensor | float:
+    """Below what score a step's tokens are condemned: one number, or fp32 `[tokens, 1]` when rows differ."""
+    limits = {row.threshold for row in plan.rows}
+    if len(limits) == 1:
+        return limits.pop()
+    lengths = torch.tensor([row.end - row.start for row in plan.rows])
+    values = torch.tensor([row.threshold for row in plan.rows], dtype=torch.float32)
+    return values.repeat_interleave(lengths).to(device)[:, None]
+
+
 class KVPressRuntime:
     """One scheduler process' press: owns the order of events around each forward.
 
     Attributes:
         plan: the step being run, None between steps.
         kept: bool `[tokens, layers, heads]` of the step being run, filled layer by layer.
+        window: positions that are never pruned.
     """
 
     def __init__(
@@ -65,19 +79,20 @@ class KVPressRuntime:
         press: Press,
         allocator: KVPressAllocator,
         req_to_token: torch.Tensor,
+        config: KVPressConfig,
         *,
-        threshold: float,
-        sinks: int,
-        window: int,
-        sparse_prefill: bool,
         result_lag: int,
+        gather: GatherDecisions = own_decisions,
     ) -> None:
+        """`result_lag`: steps that may be launched before a step's result is processed."""
         self.press = press
         self.allocator = allocator
         self.cells = allocator.cells
-        self.threshold, self.sinks, self.window = threshold, sinks, window
-        self.sparse_prefill = sparse_prefill
+        self.sinks, self.window = config.sinks, config.kv_press_window
         self.result_lag = result_lag
+        self._gather = gather
+        self._limits: torch.Tensor | float = -math.inf
+        self._reused = NO_REUSE
         self.plan: StepPlan | None = None
         self.kept: torch.Tensor | None = None
         self._decisions: StepDecisions | None = None
@@ -95,7 +110,7 @@ class KVPressRuntime:
     def attach_tree(self, tree: KVPressRadixCache) -> None:
         """The scheduler built its tree: from here on steps can be planned."""
         self._tree = tree
-        self._planner = StepPlanner(tree, self.window, self.sparse_prefill, self.result_lag)
+        self._planner = StepPlanner(tree, self.result_lag)
 
     # -- scheduler side -----------------------------------------------------------------------
 
@@ -117,10 +132,11 @@ class KVPressRuntime:
             row.state.fill(row.start, bits)
             if row.state.pending_node is not None and row.start < row.state.pending_end:
                 self.tree.fill_pending(row.state, row.start, bits)
+            counts = count_bits(bits).max(axis=1)
+            self.allocator.kept_fractions.of(row.threshold).observe(
+                int(counts.sum()), n * self.cells.layout.cells_per_token, n
+            )
             offset += n
-        if offset:
-            dense = offset * self.cells.layout.cells_per_token
-            self.allocator.kept_fraction.observe(int(count_bits(packed).sum()), dense, offset)
 
     # -- forward stream ---------------------------------------------------------------------
 
@@ -130,31 +146,37 @@ class KVPressRuntime:
         self._slots = out_cache_loc[: plan.tokens].to(torch.int64)
         self.allocator.drain()
         self.cells.pop(self._slots)
-        layout = self.cells.layout
-        self.kept = torch.ones(plan.tokens, layout.layers, layout.heads, dtype=torch.bool, device=self._slots.device)
+        layout, device = self.cells.layout, self._slots.device
+        self.kept = torch.ones(plan.tokens, layout.layers, layout.heads, dtype=torch.bool, device=device)
+        self._limits = score_limits(plan, device)
+        self._reused = ReusedTokens.of(plan, device)
 
     def score(self, layer: int, inputs: LayerInput) -> None:
         """Decide one layer's new tokens from the layer's input, before its attention."""
-        if self.threshold == -np.inf:
+        if isinstance(self._limits, float) and self._limits == -math.inf:
             return
         if self.plan is None or self.kept is None or self._slots is None:
             raise RuntimeError("kv press: a layer ran outside a planned step")
         n = self.plan.tokens
         inputs = LayerInput(*(tensor[:n] for tensor in inputs))
-        condemned = self.press.score(layer, inputs).float() < self.threshold
+        condemned = self.press.score(layer, inputs).float() < self._limits
         if self.sinks:
             condemned &= (inputs.positions >= self.sinks)[:, None]
+        self._reused.decide(self.cells.table[layer], condemned)
         self.kept[:, layer] = ~condemned
         self.cells.condemn(layer, self._slots, condemned)
+
+    def take_reused(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's new keys and values (`[tokens, heads, dim]`), the tree's own where it still has them."""
+        return self._reused.take(self.cells, layer, k, v)
 
     def end(self) -> StepDecisions:
         """Tail of a step: settle what left the window, pack the decisions."""
         plan, kept = self.require_plan(), self.kept
         if kept is None:
             raise RuntimeError("kv press: a step ended that did not begin")
-        if plan.settle and self.threshold != -np.inf:
-            self._settle(plan)
-        self._decisions = StepDecisions(plan, pack_bits(kept.flatten(1)), self.cells.free_cells)
+        self._settle(plan)
+        self._decisions = StepDecisions(plan, *self._gather(pack_bits(kept.flatten(1)), self.cells.free_cells))
         self.plan = self.kept = self._slots = None
         return self._decisions
 

@@ -65,10 +65,11 @@ class KVPressCPUBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
-        self._write(k, v, layer, forward_batch, save_kv_cache)
         q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         k = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
         v = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
+        k, v = self._runtime.take_reused(self._index(layer), k, v)
+        self._write(k, v, layer, forward_batch, save_kv_cache)
         out = q.new_empty(q.shape[0], layer.tp_q_head_num, layer.v_head_dim)
         for piece in self._pieces:
             part = slice(piece.offset, piece.offset + piece.end - piece.start)

@@ -69,12 +69,14 @@ def build_radix_cache(context: Any) -> Any:
     from kvzap_sglang.guard import self_check
     from kvzap_sglang.observe.startup import log_startup
     from kvzap_sglang.radix_cache import KVPressRadixCache
+    from kvzap_sglang.ranks import set_shape
 
     config = config_of(context.server_args)
     if config is None:
         raise ValueError("--radix-cache-backend kvzap is chosen by --kv-press: give that flag instead")
     runner = context.tp_worker.model_runner
-    tree = KVPressRadixCache(context.params, config.kv_press_window, config.kv_press_prefill == "sparse")
+    layout = runner.kv_press_runtime.cells.layout
+    tree = KVPressRadixCache(context.params, config, set_shape(layout.cells_per_token), layout.layers)
     runner.kv_press_runtime.attach_tree(tree)
     self_check(config, runner, tree)
     log_startup(config, runner)

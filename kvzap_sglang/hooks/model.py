@@ -8,6 +8,7 @@ from typing import Any
 from kvzap_sglang.attach import build_press, wrap_layers
 from kvzap_sglang.hooks.arguments import config_of
 from kvzap_sglang.presses.base import LayerInput
+from kvzap_sglang.ranks import gather_decisions
 
 _DECISIONS = "_kv_press_decisions"
 
@@ -40,11 +41,9 @@ def build_attention_backend(runner: Any) -> Any:
         runner.kv_press,
         runner.token_to_kv_pool_allocator,
         runner.req_to_token_pool.req_to_token,
-        threshold=config.threshold,
-        sinks=config.sinks,
-        window=config.kv_press_window,
-        sparse_prefill=config.kv_press_prefill == "sparse",
+        config,
         result_lag=0 if get_schedule().disable_overlap_schedule else 1,
+        gather=gather_decisions(),
     )
     return KVPressCPUBackend(runner, runner.kv_press_runtime)
 

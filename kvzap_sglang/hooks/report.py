@@ -8,6 +8,7 @@ from typing import Any
 
 from kvzap_sglang.hooks.arguments import config_of
 from kvzap_sglang.hooks.scheduling import runtime_of
+from kvzap_sglang.memory.allocator import KVPressAllocator
 from kvzap_sglang.observe.server_info import server_info
 
 INFO_KEY = "kv_press"
@@ -46,10 +47,20 @@ def add_internal_state(result: Any, controller: Any, state: dict[str, Any]) -> N
         state[INFO_KEY] = server_info(config, runtime)
 
 
+def log_line_stats(result: Any, observer: Any) -> Any:
+    """Add the press to SGLang's "Prefill batch" and "Decode batch" lines."""
+    allocator = observer.token_to_kv_pool_allocator
+    if not isinstance(allocator, KVPressAllocator):
+        return None
+    from kvzap_sglang.observe.log_line import with_press
+
+    return with_press(result, allocator)
+
+
 def physical_usage(result: Any, observer: Any) -> Any:
     """Report the fuller of slots and cells: low slot usage means nothing when cells are out."""
     allocator = observer.token_to_kv_pool_allocator
-    if not hasattr(allocator, "kept_fraction"):
+    if not isinstance(allocator, KVPressAllocator):
         return None
     layout = allocator.cells.layout
     free = allocator.available_cells() + observer.tree_cache.evictable_cells

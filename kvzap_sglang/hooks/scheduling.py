@@ -7,7 +7,8 @@ from http import HTTPStatus
 from typing import Any
 
 from kvzap_sglang.hooks.arguments import config_of
-from kvzap_sglang.request_options import OptionError, parse_options
+from kvzap_sglang.memory.allocator import KVPressAllocator
+from kvzap_sglang.request_options import OptionError, cache_namespace, check_options, parse_options
 from kvzap_sglang.runtime import KVPressRuntime
 
 _DECISIONS = "_kv_press_decisions"
@@ -44,9 +45,32 @@ def process_result(
 def add_one_req(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
     """Fail a request that can never fit instead of letting it block the queue for ever."""
     allocator = adder.token_to_kv_pool_allocator
-    if hasattr(allocator, "kept_fraction") and req.to_finish is None:
+    if not isinstance(allocator, KVPressAllocator):
+        return original(adder, req, *args, **kwargs)
+    if req.to_finish is None:
         _refuse_what_never_fits(adder, allocator, req)
+    adder.memory_budget.consider(_threshold(adder.tree_cache, req))
     return original(adder, req, *args, **kwargs)
+
+
+def add_chunked_req(original: Callable[..., Any], adder: Any, req: Any) -> Any:
+    """Charge the next chunk at the kept fraction of its request's class."""
+    if isinstance(adder.token_to_kv_pool_allocator, KVPressAllocator):
+        adder.memory_budget.consider(_threshold(adder.tree_cache, req))
+    return original(adder, req)
+
+
+def _threshold(tree: Any, req: Any) -> float:
+    return parse_options(req.sampling_params.custom_params).threshold_for(tree.config)
+
+
+def create_request(original: Callable[..., Any], scheduler: Any, recv_req: Any, *args: Any, **kwargs: Any) -> Any:
+    """Share prefixes only between requests of the same effective threshold."""
+    config = config_of(scheduler.server_args)
+    if config is not None:
+        params = recv_req.sampling_params.custom_params
+        kwargs["extra_key"] = cache_namespace(kwargs.get("extra_key"), params, config)
+    return original(scheduler, recv_req, *args, **kwargs)
 
 
 def _refuse_what_never_fits(adder: Any, allocator: Any, req: Any) -> None:
@@ -97,12 +121,13 @@ def next_prefill(
 
 def validate_request(original: Callable[..., Any], manager: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
     """Answer a request whose press options cannot be honoured with a 400 (tokenizer process)."""
-    if config_of(manager.server_args) is not None:
+    config = config_of(manager.server_args)
+    if config is not None:
         params = getattr(request, "sampling_params", None)
         if isinstance(params, dict):
             if (params.get("beam_width") or 1) > 1:
                 raise OptionError("beam_width: beam search is not supported with --kv-press")
-            parse_options(params.get("custom_params"))
+            check_options(parse_options(params.get("custom_params")), config)
     return original(manager, request, *args, **kwargs)
 
 

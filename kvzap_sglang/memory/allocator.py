@@ -10,8 +10,9 @@ from sglang.srt.environ import envs
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from kvzap_sglang.memory.budget import KVPressPrefillBudget
-from kvzap_sglang.memory.kept_fraction import KeptFraction
+from kvzap_sglang.memory.budget import Admissions, KVPressPrefillBudget
+from kvzap_sglang.memory.cell_queue import CellQueue
+from kvzap_sglang.memory.kept_fraction import KeptFractions
 from kvzap_sglang.memory.kv_pool import KVPressPool
 from kvzap_sglang.memory.ledger import CellLedger
 
@@ -23,14 +24,21 @@ class KVPressAllocator(TokenToKVPoolAllocator):
     """Hands out virtual token slots; queues freed ones for the next forward to drain.
 
     Slots and cells are two meters: every capacity answer to the scheduler is the tighter one.
+
+    Attributes:
+        exact: whether this process' own count of free cells may enter scheduling: not where ranks differ.
+        nothing_held: tells whether neither a request nor the tree holds a cell.
     """
+
+    exact = True
+    nothing_held: Callable[[], bool] = staticmethod(lambda: False)
 
     def __init__(self, size: int, dtype: torch.dtype, device: str, kvcache: KVPressPool, need_sort: bool):
         self.cells = kvcache.cells
         self.ledger = CellLedger(self.cells.layout.cells_total)
-        self.kept_fraction = KeptFraction()
-        self._queued_slots: list[torch.Tensor] = []
-        self._queued_settles: list[torch.Tensor] = []
+        self.kept_fractions = KeptFractions()
+        self.admissions = Admissions()
+        self.queue = CellQueue()
         self.pruned_cells = 0
         self._checks: list[Callable[[], list[str]]] = [self.cells.check]
         self._checked = 0
@@ -41,38 +49,38 @@ class KVPressAllocator(TokenToKVPoolAllocator):
     def free(self, free_index: torch.Tensor) -> None:
         # A deferred free comes through here again when its group ends.
         if self.free_group is None and free_index.numel():
-            self._queued_slots.append(free_index.to(torch.int64, copy=True))
+            self.queue.release(free_index)
         super().free(free_index)
 
     def clear(self) -> None:
         super().clear()
-        self._queued_slots.clear()
-        self._queued_settles.clear()
+        self.queue.clear()
         self.cells.reset()
         self.ledger.reset()
 
     def queue_settle(self, slots: torch.Tensor, cells: int) -> None:
         """Settle `slots` (live ones) at the next drain; `cells` of theirs are known to be condemned."""
-        self._queued_settles.append(slots.to(torch.int64, copy=True))
+        self.queue.settle(slots)
         self.ledger.credit(cells)
 
+    def queue_heal(self, slots: torch.Tensor, spares: torch.Tensor) -> None:
+        """Heal `slots` with the cells of `spares` at the next drain (`CellPool.heal`)."""
+        self.queue.heal(slots, spares)
+
     def drain(self) -> None:
-        """Free the cells of all queued slots, settle the queued ones. Forward stream only."""
-        freed, self._queued_slots = self._queued_slots, []
-        settles, self._queued_settles = self._queued_settles, []
-        # Slots freed since they were queued for settling are empty by then, and settle to nothing.
-        if freed:
-            self.cells.release(torch.cat(freed))
-        if settles:
-            self.pruned_cells += self.cells.settle(torch.cat(settles).unique())
+        """Do what was queued, in order. Forward stream only."""
+        self.pruned_cells += self.queue.drain(self.cells)
 
     # -- cells ------------------------------------------------------------------------------
 
     def available_cells(self) -> int:
-        """Cells that the next launch can count on. Exact when nothing is in flight."""
+        """Cells that the next launch can count on on every rank. A single rank's is exact when nothing is in flight."""
         if self.ledger.idle:
             self.drain()
-            self.ledger.resync(self.cells.free_cells)
+            if self.exact:
+                self.ledger.resync(self.cells.free_cells)
+            elif self.nothing_held():
+                self.ledger.resync(self.cells.layout.cells_total)
         return self.ledger.available
 
     def cells_for(self, tokens: int) -> int:
@@ -83,11 +91,14 @@ class KVPressAllocator(TokenToKVPoolAllocator):
         return KVPressPrefillBudget(self, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens)
 
     def evict_to_free_tokens(self, tree_cache: Any, num_tokens: int) -> None:
-        """Evict least recently used leaves until `num_tokens` fit both meters or none is left."""
+        """Free until `num_tokens` fit both meters or nothing is left: dense tails first, then whole leaves,
+        both least recently used first."""
         super().evict_to_free_tokens(tree_cache, num_tokens)
         if tree_cache is None or not tree_cache.supports_prefix_sharing():
             return
         need = self.cells_for(num_tokens)
+        if self.available_cells() < need:
+            tree_cache.settler.reclaim(need - self.available_cells())
         while self.available_cells() < need and tree_cache.evictable_size() > 0:
             # One leaf at a time: how many cells a leaf yields differs from leaf to leaf.
             tree_cache.evict(EvictParams(num_tokens=1))
@@ -109,13 +120,13 @@ class KVPressAllocator(TokenToKVPoolAllocator):
 
         Large tables are scanned only under SGLang's strict busy checks; the count is always compared.
         """
-        free = self.available_cells()
+        self.available_cells()
         if not self.ledger.idle or self._checked == self.ledger.launches:
             return []
         self._checked = self.ledger.launches
         table = self.cells.table
         if table.numel() > FULL_SCAN_ENTRIES and not envs.SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY.get():
             live = int((table[:, 1:, :] >= 0).sum())
-            total = self.cells.layout.cells_total
+            free, total = self.cells.free_cells, self.cells.layout.cells_total
             return [] if live + free == total else [f"kv press: {live} live + {free} free cells != {total}"]
         return [f"kv press: {fault}" for check in self._checks for fault in check()]

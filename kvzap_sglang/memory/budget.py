@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.prefill_budget import PrefillBudget
@@ -10,24 +12,51 @@ if TYPE_CHECKING:
     from kvzap_sglang.memory.allocator import KVPressAllocator
 
 
+@dataclass
+class Admissions:
+    """What was admitted so far: requests, the dense tokens they may come to, the room they were charged.
+
+    `planned_tokens` below `dense_tokens` is what the estimate of the kept fraction admitted.
+    """
+
+    requests: int = 0
+    dense_tokens: int = 0
+    planned_tokens: float = 0.0
+
+
 class KVPressPrefillBudget(PrefillBudget):
     """SGLang's slot budget, tightened by what the cells allow.
 
     A prompt is charged at its dense peak (it is pruned only once its last chunk is done), generated
-    tokens at the running kept fraction.
+    tokens at the running kept fraction of the request's class (its threshold).
+
+    Attributes:
+        kept: kept fraction that the request under consideration is planned with.
     """
 
     allocator: KVPressAllocator
+    kept = 1.0
+    _running_kept = 1.0
 
     def __init__(self, allocator: KVPressAllocator, tree_cache: Any, *, num_mixed_decode_tokens: int = 0):
         # Slot demand admitted in this pass, and the cells (in dense tokens) it stands for.
         self._admitted_slots = 0.0
         self._admitted_tokens = 0.0
         super().__init__(allocator, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens)
+        self._running_kept = self._planned(row.threshold for row in tree_cache.rows.values())
 
     @property
     def window(self) -> int:
         return self.tree_cache.window
+
+    def consider(self, threshold: float) -> None:
+        """The request under consideration is one of this threshold."""
+        self.kept = self._planned([threshold])
+
+    def _planned(self, thresholds: Iterable[float]) -> float:
+        """Kept fraction to plan with for requests of these classes: that of the class which keeps most."""
+        estimates = self.allocator.kept_fractions
+        return max((estimates.of(threshold).planned for threshold in set(thresholds)), default=1.0)
 
     def _dense_tokens_available(self) -> float:
         per_token = self.allocator.cells.layout.cells_per_token
@@ -38,7 +67,7 @@ class KVPressPrefillBudget(PrefillBudget):
     def physical_remaining(self) -> float:
         """Dense tokens left in the cells after what running and admitted requests will take."""
         running = max(0.0, self.total_offset - self._admitted_slots)
-        future = running * self.allocator.kept_fraction.planned
+        future = running * self._running_kept
         return self._dense_tokens_available() - future - self._admitted_tokens
 
     @property
@@ -53,7 +82,7 @@ class KVPressPrefillBudget(PrefillBudget):
     def physical_demand(self, extend_tokens: int, new_tokens: float, chunk_limit: int | None) -> float:
         """Dense tokens a request needs at its peak: its dense prompt (sparse: a dense chunk on top of what
         is kept), or in the end what is kept plus a window."""
-        kept = self.allocator.kept_fraction.planned
+        kept = self.kept
         whole = extend_tokens + new_tokens
         end = kept * whole + (1.0 - kept) * min(self.window, whole)
         peak = float(extend_tokens)
@@ -105,5 +134,10 @@ class KVPressPrefillBudget(PrefillBudget):
     ) -> None:
         before = self.total_offset
         super().reserve(extend_input_len, max_new_tokens, extra_tokens=extra_tokens)
+        demand = self.physical_demand(extend_input_len, max_new_tokens, chunk_limit)
         self._admitted_slots += self.total_offset - before
-        self._admitted_tokens += self.physical_demand(extend_input_len, max_new_tokens, chunk_limit)
+        self._admitted_tokens += demand
+        if not is_chunked_continuation:
+            self.allocator.admissions.requests += 1
+        self.allocator.admissions.dense_tokens += extend_input_len + max_new_tokens
+        self.allocator.admissions.planned_tokens += demand

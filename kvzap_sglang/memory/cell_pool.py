@@ -120,6 +120,17 @@ class CellPool:
         left = (order >= kept.sum(dim=1, keepdim=True)) & (order < owned.sum(dim=1, keepdim=True))
         return self._push(rows[left].to(torch.int32))
 
+    def heal(self, slots: torch.Tensor, spares: torch.Tensor) -> int:
+        """Give `slots` the cells of `spares`, as condemned ones, where they have none themselves.
+
+        Both int64 `[n]`, distinct; `spares[i]` holds the same token recomputed. Returns the number of cells moved.
+        """
+        own, spare = self.table[:, slots, :], self.table[:, spares, :]
+        moved = (own == NONE) & (spare >= 0)
+        self.table[:, slots, :] = torch.where(moved, spare | CONDEMNED, own)
+        self.table[:, spares, :] = spare.masked_fill(moved, NONE)
+        return int(moved.sum())
+
     def kept(self, slots: torch.Tensor) -> torch.Tensor:
         """bool `[n, layers, heads]`: pairs that are in memory and not condemned."""
         entries = self.table[:, slots, :]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
@@ -10,25 +12,44 @@ BitArray = npt.NDArray[np.uint8]
 CountArray = npt.NDArray[np.int32]
 
 _POPCOUNT = np.array([bin(byte).count("1") for byte in range(256)], dtype=np.uint8)
+_ARRAYS = ("packed", "counts", "known", "settled", "healed")
+
+
+class SetShape(NamedTuple):
+    """What one token's bits look like.
+
+    cells_per_token: (layer, head) pairs that one rank holds. ranks: tensor-parallel ranks, whose pairs lie
+    side by side. rank: this process. Scheduling reads numbers that are the same on every rank.
+    """
+
+    cells_per_token: int
+    ranks: int = 1
+    rank: int = 0
+
+    @property
+    def rank_bytes(self) -> int:
+        return (self.cells_per_token + 7) // 8
 
 
 def count_bits(packed: BitArray) -> CountArray:
-    """Kept pairs per token: uint8 `[n, bytes]` -> int32 `[n]`."""
-    return _POPCOUNT[packed].sum(axis=1, dtype=np.int32)
+    """Kept pairs per token and rank: uint8 `[n, ranks, bytes]` -> int32 `[n, ranks]`."""
+    return _POPCOUNT[packed].sum(axis=2, dtype=np.int32)
 
 
 class HeadTokenSets:
     """Which (layer, head) pairs of n consecutive tokens are kept, and what they occupy.
 
     Attributes:
-        packed: uint8 `[n, bytes]`, one bit per (layer, head), `numpy.packbits` order.
-        counts: int32 `[n]`, kept pairs per token (derived from `packed`).
+        packed: uint8 `[n, ranks, bytes]`, one bit per (layer, head), `numpy.packbits` order.
+        counts: int32 `[n, ranks]`, kept pairs per token and rank (derived from `packed`).
         known: bool `[n]`, False until the token's decisions have come back from the device.
         settled: bool `[n]`, True once its condemned cells were ordered free.
+        healed: bool `[n]`, True where recomputed cells took the place of settled ones: the end of a prefix that
+            requests branch from, left dense until memory is short.
         owner: whose decisions will fill the unknown tokens.
     """
 
-    __slots__ = ("cells_per_token", "counts", "known", "owner", "packed", "settled")
+    __slots__ = (*_ARRAYS, "owner", "shape")
 
     def __init__(
         self,
@@ -36,62 +57,93 @@ class HeadTokenSets:
         counts: CountArray,
         known: BoolArray,
         settled: BoolArray,
-        cells_per_token: int,
+        healed: BoolArray,
+        shape: SetShape,
         owner: object | None = None,
     ) -> None:
-        self.packed, self.counts, self.known, self.settled = packed, counts, known, settled
-        self.cells_per_token = cells_per_token
+        self.packed, self.counts, self.known = packed, counts, known
+        self.settled, self.healed = settled, healed
+        self.shape = shape
         self.owner = owner
 
     @classmethod
-    def unknown(cls, n: int, cells_per_token: int, owner: object | None = None) -> HeadTokenSets:
+    def unknown(cls, n: int, shape: SetShape, owner: object | None = None) -> HeadTokenSets:
         """n freshly launched tokens: dense, decisions pending."""
-        return cls(
-            np.zeros((n, (cells_per_token + 7) // 8), np.uint8),
-            np.zeros(n, np.int32),
-            np.zeros(n, np.bool_),
-            np.zeros(n, np.bool_),
-            cells_per_token,
-            owner,
-        )
+        packed = np.zeros((n, shape.ranks, shape.rank_bytes), np.uint8)
+        counts = np.zeros((n, shape.ranks), np.int32)
+        known, settled, healed = (np.zeros(n, np.bool_) for _ in range(3))
+        return cls(packed, counts, known, settled, healed, shape, owner)
 
     def __len__(self) -> int:
         return len(self.counts)
 
-    def slice(self, start: int, end: int) -> HeadTokenSets:
+    def cut(self, start: int, end: int) -> HeadTokenSets:
         """An independent copy of tokens `[start, end)`."""
-        return HeadTokenSets(
-            self.packed[start:end].copy(),
-            self.counts[start:end].copy(),
-            self.known[start:end].copy(),
-            self.settled[start:end].copy(),
-            self.cells_per_token,
-            self.owner,
-        )
+        part = slice(start, end)
+        packed, counts, known = self.packed[part].copy(), self.counts[part].copy(), self.known[part].copy()
+        settled, healed = self.settled[part].copy(), self.healed[part].copy()
+        return HeadTokenSets(packed, counts, known, settled, healed, self.shape, self.owner)
+
+    def grown(self, capacity: int) -> HeadTokenSets:
+        """A copy with room for `capacity` tokens, the new ones unknown."""
+        larger = HeadTokenSets.unknown(capacity, self.shape, self.owner)
+        for name in _ARRAYS:
+            getattr(larger, name)[: len(self)] = getattr(self, name)
+        return larger
 
     def fill(self, start: int, packed: BitArray) -> None:
-        """Decisions of tokens `[start, start + len(packed))` arrived."""
+        """Decisions of tokens `[start, start + len(packed))` arrived: uint8 `[n, ranks, bytes]`."""
         end = start + len(packed)
         self.packed[start:end] = packed
         self.counts[start:end] = count_bits(packed)
         self.known[start:end] = True
 
     def cells(self, start: int = 0, end: int | None = None) -> int:
-        """Cells that tokens `[start, end)` occupy; a settled token of unknown decisions counts 0."""
-        part = slice(start, end)
-        settled = self.settled[part]
-        kept = np.where(self.known[part], self.counts[part], 0)
-        return int(np.where(settled, kept, self.cells_per_token).sum())
+        """Cells that tokens `[start, end)` occupy on the rank where they occupy least.
+
+        What freeing them gives every rank. A settled token of unknown decisions counts 0.
+        """
+        return self._occupied(slice(start, end), self.counts[start:end].min(axis=1))
+
+    def cells_at_most(self, start: int = 0, end: int | None = None) -> int:
+        """Cells that tokens `[start, end)` occupy on the rank where they occupy most."""
+        most = np.where(self.known[start:end], self.counts[start:end].max(axis=1), self.shape.cells_per_token)
+        return self._occupied(slice(start, end), most)
+
+    def rank_cells(self) -> int:
+        """Cells that all tokens occupy on this rank (decisions known)."""
+        return self._occupied(slice(None), self.counts[:, self.shape.rank])
+
+    def all_cells(self) -> int:
+        """Cells that all tokens occupy on all ranks together (decisions known)."""
+        per_token = self.shape.cells_per_token * self.shape.ranks
+        return int(np.where(self.settled, self.counts.sum(axis=1), per_token).sum())
+
+    def condemned(self, where: BoolArray) -> int:
+        """Condemned cells of the known tokens of a mask `[n]`, on the rank that has fewest."""
+        most = self.counts[where & self.known].max(axis=1)
+        return int((self.shape.cells_per_token - most).sum())
+
+    def dense_tail(self) -> BoolArray:
+        """bool `[n]`: known tokens whose condemned cells are still in memory, and are some."""
+        return self.known & ~self.settled & self._prunable()
+
+    def pruned(self) -> BoolArray:
+        """bool `[n]`: settled tokens that lost a cell by it (or may have: decisions unknown)."""
+        return self.settled & (~self.known | self._prunable())
+
+    def _prunable(self) -> BoolArray:
+        return np.asarray(self.counts.min(axis=1) < self.shape.cells_per_token)
+
+    def _occupied(self, part: slice, kept: CountArray) -> int:
+        return int(np.where(self.settled[part], kept, self.shape.cells_per_token).sum())
 
 
-def concatenate(parts: list[HeadTokenSets], cells_per_token: int) -> HeadTokenSets:
+def concatenate(parts: list[HeadTokenSets], shape: SetShape) -> HeadTokenSets:
     """Tokens of consecutive runs, in order."""
     if not parts:
-        return HeadTokenSets.unknown(0, cells_per_token)
-    return HeadTokenSets(
-        np.concatenate([p.packed for p in parts]),
-        np.concatenate([p.counts for p in parts]),
-        np.concatenate([p.known for p in parts]),
-        np.concatenate([p.settled for p in parts]),
-        cells_per_token,
-    )
+        return HeadTokenSets.unknown(0, shape)
+    joined = HeadTokenSets.unknown(0, shape)
+    for name in _ARRAYS:
+        setattr(joined, name, np.concatenate([getattr(part, name) for part in parts]))
+    return joined

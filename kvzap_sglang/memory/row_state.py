@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvzap_sglang.memory.head_token_sets import BitArray, HeadTokenSets
+import torch
+
+from kvzap_sglang.memory.head_token_sets import BitArray, HeadTokenSets, SetShape
 
 
 class RowState:
@@ -13,29 +15,44 @@ class RowState:
     Positions below the tree-owned length live in tree nodes; the sets here speak for the rest.
 
     Attributes:
-        hit: cached prefix length at admission.
-        prompt_end: positions below it are prompt tokens.
+        hit: cached prefix length at admission. prompt_end: positions below it are prompt tokens.
+        threshold: the request's effective threshold.
+        node: tree node the request holds, with all its parents (it may end beyond `hit`, see `reused`).
+        reach: oldest position that a later query of the request can see whatever its score.
         launched: positions below it have cells (or will, once launched steps ran).
         cursor: positions below it have been considered for settling.
+        reused: int64 slots of the tree's tokens that the request recomputes, positions `[hit, heal_end)`: their
+            decisions, and the cells that are still there, are the tree's.
+        heal_start, heal_end: positions whose recomputed cells go to the tree where it pruned its own.
         pending_node: tree node that ends with tokens whose decisions this request still owes.
         pending_end: position where `pending_node` ends.
     """
 
-    def __init__(self, hit: int, prompt_end: int, cells_per_token: int) -> None:
+    def __init__(self, hit: int, prompt_end: int, shape: SetShape, threshold: float, window: int) -> None:
         self.hit = hit
         self.prompt_end = prompt_end
+        self.threshold = threshold
+        self.node: Any = None
+        self.reach = hit - window
         self.launched = hit
         self.cursor = 0
+        self.reused = torch.empty(0, dtype=torch.int64)
+        self.heal_start = self.heal_end = hit
         self.pending_node: Any | None = None
         self.pending_end = 0
-        self._cells_per_token = cells_per_token
-        self._sets = HeadTokenSets.unknown(0, cells_per_token, owner=self)
+        self._sets = HeadTokenSets.unknown(0, shape, owner=self)
+
+    def heal(self, slots: torch.Tensor, window: int) -> None:
+        """The request recomputes positions from `hit` on whose tree slots are `slots`."""
+        self.reused = slots
+        self.heal_end = self.hit + len(slots)
+        self.heal_start = max(self.hit, self.heal_end - window)
 
     def launch(self, end: int) -> None:
         """Positions up to `end` get cells in the step being launched."""
         self.launched = max(self.launched, end)
         if end - self.hit > len(self._sets):
-            self._grow(max(end - self.hit, 2 * len(self._sets), 256))
+            self._sets = self._sets.grown(max(end - self.hit, 2 * len(self._sets), 256))
 
     def fill(self, start: int, packed: BitArray) -> None:
         """Decisions of positions `[start, start + len(packed))`."""
@@ -49,16 +66,9 @@ class RowState:
         """Copy of positions `[start, end)`. Raises `RuntimeError` below `hit`: the tree owns those."""
         if start < self.hit:
             raise RuntimeError(f"kv press: positions from {start} asked of a row that starts at {self.hit}")
-        return self._sets.slice(start - self.hit, end - self.hit)
+        return self._sets.cut(start - self.hit, end - self.hit)
 
     def cells(self, start: int, end: int) -> int:
         """Cells that positions `[start, end)` occupy (conservative, see `HeadTokenSets.cells`)."""
         end = min(end, self.launched)
         return self._sets.cells(start - self.hit, end - self.hit) if end > start else 0
-
-    def _grow(self, capacity: int) -> None:
-        old = self._sets
-        self._sets = HeadTokenSets.unknown(capacity, self._cells_per_token, owner=self)
-        n = len(old)
-        for name in ("packed", "counts", "known", "settled"):
-            getattr(self._sets, name)[:n] = getattr(old, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from typing import Any
 
 from kvzap_sglang.config import KVPressConfig
@@ -22,8 +23,16 @@ def server_info(config: KVPressConfig, runtime: KVPressRuntime) -> dict[str, Any
         "physical_tokens": layout.physical_tokens,
         "virtual_tokens": layout.virtual_tokens,
         "pruned_cells_total": runtime.allocator.pruned_cells,
+        "settled_cells_total": runtime.tree.settler.settled_cells,
+        "reclaimed_cells_total": runtime.tree.settler.reclaimed_cells,
         "evicted_cells_total": runtime.tree.evicted_cells,
-        "kept_fraction_estimate": runtime.allocator.kept_fraction.mean,
+        "healed_cells_total": runtime.tree.healed_cells,
+        "recomputed_tokens_total": runtime.tree.recomputed_tokens,
+        "kept_fraction_estimate": runtime.allocator.kept_fractions.served(),
+        "admission": {
+            **asdict(runtime.allocator.admissions),
+            "kept_fractions": {str(limit): mean for limit, mean in runtime.allocator.kept_fractions.means().items()},
+        },
         "bytes_per_cell": layout.bytes_per_cell,
         "buffer_bytes": buffer_bytes(runtime),
     }

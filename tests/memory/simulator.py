@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from array import array
 from collections import deque
@@ -15,13 +16,17 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from kvzap_sglang.memory.allocator import KVPressAllocator
+from kvzap_sglang.config import KVPressConfig
 from kvzap_sglang.memory.cell_pool import CellPool
+from kvzap_sglang.memory.head_token_sets import SetShape
 from kvzap_sglang.memory.layout import CellLayout
 from kvzap_sglang.presses.base import LayerInput
 from kvzap_sglang.radix_cache import KVPressRadixCache
+from kvzap_sglang.request_options import cache_namespace
 from kvzap_sglang.runtime import KVPressRuntime, StepDecisions
 
 LAYERS, HEADS = 2, 3
+CONFIG = KVPressConfig(kv_press="kvzap", kv_press_threshold=0.0)
 
 
 class CoinPress:
@@ -50,18 +55,19 @@ class RowPool:
 class Request:
     """The attributes of SGLang's `Req` that tree and planner read."""
 
-    def __init__(self, rid: int, prompt: list[int], max_new: int) -> None:
+    def __init__(self, rid: int, prompt: list[int], max_new: int, threshold: Any = None) -> None:
         self.rid, self.max_new = str(rid), max_new
         self.origin_input_ids = array("q", prompt)
         self.output_ids: list[int] = []
         self.full_untruncated_fill_ids = array("q", prompt)
         self.kv = ReqKvInfo()
-        self.extra_key = self.cache_salt = None
+        self.cache_salt = None
         self.priority = 0
         self.prefix_len = self.extend_end = 0
         self.last_node: Any = None
         self.lock: Any = None
-        self.sampling_params = SimpleNamespace(custom_params=None)
+        self.sampling_params = SimpleNamespace(custom_params=None if threshold is None else {"kv_press": threshold})
+        self.extra_key = cache_namespace(None, self.sampling_params.custom_params, CONFIG)
         self.done = False
 
     def finished(self) -> bool:
@@ -74,7 +80,17 @@ class Request:
 class Simulator:
     """Launches steps and processes their results `lag` steps later, as overlap scheduling does."""
 
-    def __init__(self, *, physical: int, headroom: int, window: int, lag: int, removed: float, sparse: bool) -> None:
+    def __init__(
+        self,
+        *,
+        physical: int,
+        headroom: int,
+        window: int,
+        lag: int,
+        removed: float,
+        sparse: bool,
+        recompute: bool = True,
+    ) -> None:
         layout = CellLayout(LAYERS, HEADS, 4, 4, 4, physical, physical * headroom)
         self.pool = CellPool(layout, torch.float32, "cpu")
         cache = SimpleNamespace(cells=self.pool)
@@ -86,16 +102,16 @@ class Simulator:
             token_to_kv_pool_allocator=self.allocator,
             page_size=1,
         )
-        self.tree = KVPressRadixCache(params, window, sparse)
+        config = CONFIG.model_copy(
+            update={
+                "kv_press_window": window,
+                "kv_press_prefill": "sparse" if sparse else "dense",
+                "kv_press_hit_window": "recompute" if recompute else "accept",
+            }
+        )
+        self.tree = KVPressRadixCache(params, config, SetShape(layout.cells_per_token), LAYERS)
         self.runtime = KVPressRuntime(
-            CoinPress(removed),
-            self.allocator,
-            self.rows.req_to_token,
-            threshold=0.0,
-            sinks=0,
-            window=window,
-            sparse_prefill=sparse,
-            result_lag=lag,
+            CoinPress(removed), self.allocator, self.rows.req_to_token, config, result_lag=lag
         )
         self.runtime.attach_tree(self.tree)
         self.lag = lag
@@ -112,11 +128,12 @@ class Simulator:
             return False
         tokens = array("q", list(request.origin_input_ids) + request.output_ids)
         request.full_untruncated_fill_ids = tokens
-        match = self.tree.match_prefix(MatchPrefixParams(key=RadixKey(tokens, None, limit=len(tokens) - 1)))
+        key = RadixKey(tokens, request.extra_key, limit=len(tokens) - 1)
+        match = self.tree.match_prefix(MatchPrefixParams(key=key, req=request))  # type: ignore[arg-type]
         request.prefix_len = request.kv.cache_protected_len = match.device_prefix_len
         request.last_node = match.last_device_node
         extend = len(tokens) - request.prefix_len
-        prefix = self.tree.path_sets(request.last_node, request.prefix_len).cells()
+        prefix = self.tree.path_cells(request.last_node)
         if self.allocator.cells_for(extend + request.max_new + 1) > self.pool.layout.cells_total - prefix:
             return False
         request.lock = self.tree.lock(request.last_node)
@@ -171,7 +188,8 @@ class Simulator:
     def retract(self, request: Request) -> Request:
         """Release without checkpoint; the request that resumes."""
         self._release(request, checkpoint=False, owned=request.kv.kv_committed_len)
-        again = Request(int(request.rid), list(request.origin_input_ids), request.max_new)
+        threshold = (request.sampling_params.custom_params or {}).get("kv_press")
+        again = Request(int(request.rid), list(request.origin_input_ids), request.max_new, threshold)
         again.output_ids = list(request.output_ids)
         return again
 
@@ -203,11 +221,9 @@ class Simulator:
 
     def _queued_cells(self) -> int:
         """Cells that the next drain will free."""
-        freed = torch.cat([torch.empty(0, dtype=torch.int64), *self.allocator._queued_slots])
-        settles = torch.cat([torch.empty(0, dtype=torch.int64), *self.allocator._queued_settles]).unique()
-        settles = settles[~torch.isin(settles, freed)]
-        kept = self.pool.kept(settles).sum(dim=(1, 2))
-        return int(self.pool.held(freed).sum() + (self.pool.held(settles) - kept).sum())
+        pool, queue = copy.deepcopy((self.pool, self.allocator.queue))
+        queue.drain(pool)
+        return pool.free_cells - self.pool.free_cells
 
     # -- internals --------------------------------------------------------------------------
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from kvzap_sglang.memory.budget import KVPressPrefillBudget
-from kvzap_sglang.memory.kept_fraction import KeptFraction
+from kvzap_sglang.memory.budget import Admissions, KVPressPrefillBudget
+from kvzap_sglang.memory.kept_fraction import MAX_CLASSES, KeptFraction, KeptFractions
 
 CELLS_PER_TOKEN = 10
+PRUNED, DENSE = -3.0, 0.0  # thresholds of two classes of requests; the second keeps everything
 
 
 def make_budget(*, free_tokens: int, kept: float, sparse: bool = False, slots: int = 10_000) -> KVPressPrefillBudget:
@@ -20,7 +21,8 @@ def make_budget(*, free_tokens: int, kept: float, sparse: bool = False, slots: i
         available_size=lambda: slots,
         available_cells=lambda: free_tokens * CELLS_PER_TOKEN,
         cells=SimpleNamespace(layout=layout),
-        kept_fraction=SimpleNamespace(planned=kept),
+        kept_fractions=SimpleNamespace(of=lambda threshold: SimpleNamespace(planned=kept if threshold else 1.0)),
+        admissions=Admissions(),
     )
     tree = SimpleNamespace(
         window=100,
@@ -28,8 +30,11 @@ def make_budget(*, free_tokens: int, kept: float, sparse: bool = False, slots: i
         evictable_cells=0,
         evictable_size=lambda: 0,
         supports_mamba=lambda: False,
+        rows={1: SimpleNamespace(threshold=PRUNED)},
     )
-    return KVPressPrefillBudget(allocator, tree)
+    budget = KVPressPrefillBudget(allocator, tree)
+    budget.consider(PRUNED)
+    return budget
 
 
 def admits(budget: KVPressPrefillBudget, extend: int, new: int, chunk: int | None = None) -> bool:
@@ -70,6 +75,7 @@ def test_admitted_requests_are_charged() -> None:
     budget = make_budget(free_tokens=1000, kept=0.5)
     budget.reserve(600, 100)
     assert budget.physical_remaining == pytest.approx(400)
+    assert (budget.allocator.admissions.requests, budget.allocator.admissions.dense_tokens) == (1, 700)
     assert not admits(budget, 401, 1)
     assert admits(budget, 390, 1)
 
@@ -78,6 +84,13 @@ def test_running_requests_are_charged_at_the_kept_fraction() -> None:
     budget = make_budget(free_tokens=1000, kept=0.5)
     budget.total_offset += 800  # as SGLang's adder does for running requests
     assert budget.physical_remaining == pytest.approx(600)
+
+
+def test_a_class_that_keeps_everything_is_charged_everything() -> None:
+    budget = make_budget(free_tokens=1000, kept=0.25)
+    budget.consider(DENSE)
+    assert not admits(budget, 600, 2900)
+    assert admits(budget, 600, 399)
 
 
 def test_slots_still_bound() -> None:
@@ -100,3 +113,15 @@ def test_the_estimate_starts_dense_and_learns() -> None:
     for _ in range(400):
         estimate.observe(1000, 1000, 1000)
     assert estimate.mean > 0.95  # it forgets
+
+
+def test_classes_of_requests_are_estimated_apart() -> None:
+    estimates = KeptFractions()
+    for _ in range(100):
+        estimates.of(-3.0).observe(100, 1000, 1000)
+        estimates.of(-6.0).observe(900, 1000, 1000)
+    assert estimates.of(-3.0).mean < 0.11 and estimates.of(-6.0).mean > 0.89
+    assert estimates.served() == pytest.approx(0.5, abs=0.01)
+    for threshold in range(40):
+        estimates.of(float(threshold)).observe(1, 1, 1)
+    assert len(estimates.means()) == MAX_CLASSES
