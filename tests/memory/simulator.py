@@ -15,8 +15,8 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParam
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from kvzap_sglang.memory.allocator import KVPressAllocator
 from kvzap_sglang.config import KVPressConfig
+from kvzap_sglang.memory.allocator import KVPressAllocator
 from kvzap_sglang.memory.cell_pool import CellPool
 from kvzap_sglang.memory.head_token_sets import SetShape
 from kvzap_sglang.memory.layout import CellLayout
