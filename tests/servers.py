@@ -38,13 +38,19 @@ class Server(LocalServer):
         *,
         custom: Any = None,
         logprob: bool = False,
+        extra_key: str | None = None,
         **params: Any,
     ) -> dict[str, Any]:
-        """One greedy `/generate` call; the JSON answer. Raises for HTTP errors with the server's text."""
+        """One greedy `/generate` call; the JSON answer. Raises for HTTP errors with the server's text.
+
+        `extra_key`: prefixes are shared only under the same one; a fresh one makes a run cold.
+        """
         sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True, **params}
         if custom is not None:
             sampling["custom_params"] = {"kv_press": custom}
         body: dict[str, Any] = {"input_ids": input_ids, "sampling_params": sampling}
+        if extra_key is not None:
+            body["extra_key"] = extra_key
         if logprob:
             body |= {"return_logprob": True, "top_logprobs_num": 2}
         answer = requests.post(f"{self.url}/generate", json=body, timeout=1500)
@@ -60,6 +66,15 @@ class Server(LocalServer):
     def press_info(self) -> dict[str, Any]:
         """`internal_states[0].kv_press` of `/server_info`."""
         return requests.get(f"{self.url}/server_info", timeout=60).json()["internal_states"][0]["kv_press"]
+
+    def idle_info(self) -> dict[str, Any]:
+        """`press_info` once nothing but the tree holds cells. Raises when cells stay missing."""
+        for _ in range(100):
+            info = self.press_info()
+            if info["cells_free"] + info["cells_tree"] == info["cells_total"]:
+                return info
+            time.sleep(0.1)
+        raise AssertionError(f"cells are missing: {info}")
 
     def flush(self) -> None:
         """`/flush_cache`, waiting until the server is idle enough to accept it."""
