@@ -54,7 +54,6 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("--disaggregation-mode", _not_in("disaggregation_mode", None, "null"), "pruned KV cannot be transferred between servers", _REMOVE),
     Refusal("--page-size", _above("page_size", 1), "a cell belongs to one token", "use --page-size 1"),
     Refusal("--pp-size", _above("pp_size", 1), "decisions do not cross pipeline stages", "use --tp-size instead"),
-    Refusal("--tp-size", _above("tp_size", 1), "kept counts are not reduced over ranks yet", "use --tp-size 1"),
     Refusal("--enable-dp-attention", _is_set("enable_dp_attention"), "a rank may see only a shard of a layer's input", _REMOVE),
     Refusal("--enable-layernorm-sp", _is_set("enable_layernorm_sp"), "a rank may see only a shard of a layer's input", _REMOVE),
     Refusal("--enable-attn-tp-input-scattered", _is_set("enable_attn_tp_input_scattered"), "a rank may see only a shard of a layer's input", _REMOVE),
@@ -133,12 +132,12 @@ def preflight(server_args: Any, config: KVPressConfig) -> None:
     if args.device != "cpu":
         faults.append(f"--device {args.device}: this version attends pruned caches on the CPU only; use --device cpu")
     if not faults:
-        faults += _model_faults(ModelConfig.from_server_args(server_args), config)
+        faults += _model_faults(ModelConfig.from_server_args(server_args), config, args.tp_size)
     if faults:
         raise KVPressConfigError("\n".join(faults))
 
 
-def _model_faults(model: Any, config: KVPressConfig) -> Iterator[str]:
+def _model_faults(model: Any, config: KVPressConfig, tp_size: int) -> Iterator[str]:
     from kvzap_sglang.attach import SUPPORTED_MODELS
     from kvzap_sglang.presses.surrogate import SurrogateError, check_fits, read_config
 
@@ -154,6 +153,11 @@ def _model_faults(model: Any, config: KVPressConfig) -> Iterator[str]:
         yield (
             f"--kv-press attends in float32 and bfloat16 on a CPU, the model would be served in {model.dtype}: "
             "give --dtype bfloat16 or --dtype float32"
+        )
+    elif tp_size > model.get_total_num_kv_heads():
+        yield (
+            f"--tp-size {tp_size} would put {model.get_total_num_kv_heads()} KV heads on several ranks each, which "
+            "would prune them apart: give --tp-size up to the number of KV heads"
         )
     elif config.kv_press == "kvzap":
         try:

@@ -83,6 +83,11 @@ class KVPressAllocator(TokenToKVPoolAllocator):
                 self.ledger.resync(self.cells.layout.cells_total)
         return self.ledger.available
 
+    def own_free_cells(self) -> int:
+        """Free cells of this rank, for reports: exact when nothing is in flight, else what is promised."""
+        available = self.available_cells()
+        return self.cells.free_cells if self.ledger.idle else available
+
     def cells_for(self, tokens: int) -> int:
         """Cells of `tokens` dense tokens."""
         return tokens * self.cells.layout.cells_per_token

@@ -13,7 +13,7 @@ from kvzap_sglang.runtime import KVPressRuntime
 def server_info(config: KVPressConfig, runtime: KVPressRuntime) -> dict[str, Any]:
     """Configuration, digest, cell counts and buffer bytes of one rank (JSON-safe)."""
     layout = runtime.cells.layout
-    free = runtime.allocator.available_cells()
+    free = runtime.allocator.own_free_cells()
     return {
         "config": config_info(config),
         "digest": runtime.press.digest,
