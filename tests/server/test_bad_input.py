@@ -36,11 +36,13 @@ def press(path: Path, *more: str) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A tiny server with 600 dense tokens of room."""
+    """A tiny server with 600 dense tokens of room, whose threshold requests may not change."""
     folder = tmp_path_factory.mktemp("small")
     make_surrogate(folder / "surrogate", **SHAPE, default_threshold=0.0)
     with serve(
-        model_path(TINY), folder / "server.log", *press(folder / "surrogate"), "--chunked-prefill-size", "256"
+        model_path(TINY),
+        folder / "server.log",
+        *press(folder / "surrogate", "--kv-press-lock", "--chunked-prefill-size", "256"),
     ) as server:
         yield server
 
@@ -78,7 +80,7 @@ def test_pickle_is_refused(tmp_path: Path) -> None:
         (("--kv-press-threshold", "-4", "--page-size", "16"), "--page-size"),
         (("--kv-press-threshold", "-4", "--attention-backend", "torch_native"), "--attention-backend"),
         (("--kv-press-threshold", "-4", "--enable-hierarchical-cache"), "--enable-hierarchical-cache"),
-        (("--kv-press-threshold", "-4", "--kv-press-hit-window", "recompute"), "--kv-press-hit-window"),
+        (("--kv-press-threshold", "-4", "--tp-size", "4"), "--tp-size"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -115,9 +117,22 @@ def test_prompt_longer_than_the_room(small: Server) -> None:
     assert len(small.generate(list(range(100, 500)), 4)["output_ids"]) == 4
 
 
-@pytest.mark.parametrize("custom", [{"threshold": -3}, {"return_kept": "yes"}, 7, "on"])
-def test_unknown_request_options_are_a_400(small: Server, custom: object) -> None:
-    with pytest.raises(RuntimeError, match=r"400: .*kv_press"):
+@pytest.mark.parametrize(
+    ("custom", "says"),
+    [
+        ({"treshold": -3}, "known options"),
+        ({"threshold": "low"}, "number"),
+        ({"threshold": True}, "number"),
+        ({"return_kept": "yes"}, "boolean"),
+        (7, "must be"),
+        ("on", "must be"),
+        ({"threshold": -3}, "--kv-press-lock"),
+        ("off", "--kv-press-lock"),
+    ],
+    ids=str,
+)
+def test_request_options_that_cannot_be_honoured_are_a_400(small: Server, custom: object, says: str) -> None:
+    with pytest.raises(RuntimeError, match=rf"400: .*kv_press.*{says}"):
         small.generate([5, 6, 7], 2, custom=custom)
     assert len(small.generate([5, 6, 7], 2)["output_ids"]) == 2
 

@@ -109,6 +109,30 @@ def check_branches(server: Server, depth: int) -> None:
         assert_same_generation(one, other, tolerance=1e-4)
 
 
+def test_requests_share_only_with_their_like(dense: Server) -> None:
+    """Of the server's threshold, of their own, and unpruned: mixed in one batch, each as if alone."""
+    dense.flush()
+    rng = random.Random(31)
+    stem = tokens(rng, 200)
+    settings = [None, {"threshold": 0}, "off", {"threshold": -1000}, {"threshold": 0.5}]
+    calls = [{"input_ids": stem, "max_new_tokens": 40, "custom": custom, "logprob": True} for custom in settings]
+    solo = [dense.generate(**call, extra_key=uuid4().hex) for call in calls]
+    mixed = dense.generate_all([call | {"extra_key": "tenant"} for call in calls])
+    for alone, answer in zip(solo, mixed, strict=True):
+        assert_same_generation(alone, answer, tolerance=1e-4)
+    kept = [answer["meta_info"]["kv_press"]["kept_fraction"] for answer in solo]
+    assert kept[0] == kept[1] and kept[2] == kept[3] == 1.0 and kept[4] < kept[0] < 1.0
+    assert solo[2]["output_ids"] == solo[3]["output_ids"]
+    # One after the other: only what has the same effective threshold is found, whatever it was called.
+    dense.flush()
+    for call, expected in zip(calls, (0, len(stem) - 1, 0, 0, 0), strict=True):
+        assert dense.generate(**call)["meta_info"]["cached_tokens"] == expected
+    again = [dense.generate(**call)["meta_info"]["cached_tokens"] for call in calls]
+    assert again == [len(stem) - 1] * len(calls)
+    assert dense.generate(stem, 1, extra_key="another tenant")["meta_info"]["cached_tokens"] == 0
+    dense.idle_info()
+
+
 def test_dense_branches_recompute_one_window_once(dense: Server) -> None:
     check_branches(dense, WINDOW)
 
