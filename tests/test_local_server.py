@@ -10,6 +10,7 @@ import pytest
 
 from kvzap_sglang import local_server
 from kvzap_sglang.local_server import ServerError
+from tests.processes import is_running
 
 FAKE_SERVER = Path(__file__).with_name("cpu_runtime") / "fake_server.py"
 
@@ -17,12 +18,6 @@ FAKE_SERVER = Path(__file__).with_name("cpu_runtime") / "fake_server.py"
 def launch(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     """Start Python with `arguments` and the port where SGLang would be started."""
     monkeypatch.setattr(local_server, "launch_command", lambda model, port, flags: [sys.executable, *arguments])
-
-
-def is_running(pid: int) -> bool:
-    """Whether the process exists and is no zombie (nobody reaps an orphan in some containers)."""
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
 def test_a_server_that_dies_shows_its_last_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

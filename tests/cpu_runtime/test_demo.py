@@ -13,6 +13,7 @@ from types import ModuleType
 import pytest
 
 from kvzap_sglang import local_server
+from tests.processes import is_running
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FAKE_SERVER = Path(__file__).with_name("fake_server.py")
@@ -145,15 +146,18 @@ sys.exit(demo.main(sys.argv[1:]))
 def test_a_signal_stops_the_server(models: Path, surrogate: Path, tmp_path: Path, number: signal.Signals) -> None:
     """Also where the example is at work: it ends, the server ends, the exit code tells which signal it was."""
     example = tmp_path / "example.py"
-    example.write_text("import time; print('at work', flush=True); time.sleep(600)")
+    example.write_text("import os, time; print('at work:', os.getpid(), flush=True); time.sleep(600)")
     port = local_server.free_port()
     arguments = ["--models", str(models), "--surrogate", str(surrogate), "--example", str(example), "--port", str(port)]
     command = [sys.executable, "-c", INTERRUPTED, *arguments]
     with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        for line in process.stdout:
-            if line == "at work\n":
-                assert is_serving(port)
-                process.send_signal(number)
-        assert process.wait(60) == 128 + number
+        at_work = next(line for line in process.stdout if line.startswith("at work: "))
+        assert is_serving(port)
+        process.send_signal(number)
+        try:
+            assert process.wait(60) == 128 + number
+        finally:
+            process.kill()
     assert not is_serving(port)
+    assert not is_running(int(at_work.split()[-1]))
