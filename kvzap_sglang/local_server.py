@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HOST = "127.0.0.1"
-START_SECONDS = 600
+START_SECONDS = 600  # 20 s on two free cores; minutes on busy ones
 STOP_SECONDS = 20
+LINE_SECONDS = 5  # between two lines of progress where they cannot overwrite each other
 
 
 class ServerError(RuntimeError):
@@ -39,6 +40,17 @@ class LocalServer:
         return "\n".join(self.log().splitlines()[-lines:])
 
 
+def launch_command(model: str | Path, port: int, flags: Sequence[str] = ()) -> list[str]:
+    """SGLang's own launch line, on the loopback interface."""
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
+    return [*command, "--host", HOST, "--port", str(port), *flags]
+
+
+def launch_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
+    """This process' environment and `env`; no look-ups at the hub unless they ask for them: what we serve is local."""
+    return {"HF_HUB_OFFLINE": "1", **os.environ, **(env or {})}
+
+
 @contextmanager
 def local_server(
     model: str | Path,
@@ -54,14 +66,12 @@ def local_server(
     `env` is added to this process' environment. Raises `ServerError`.
     """
     port = free_port() if port is None else port
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
-    command += ["--host", HOST, "--port", str(port), *flags]
     with log_path.open("wb") as log:
         process = subprocess.Popen(
-            command,
+            launch_command(model, port, flags),
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={"HF_HUB_OFFLINE": "1", **os.environ, **(env or {})},
+            env=launch_environment(env),
             start_new_session=True,
         )
     server = LocalServer(f"http://{HOST}:{port}", log_path, process)
@@ -81,18 +91,19 @@ def free_port() -> int:
 
 def wait_until_healthy(server: LocalServer, progress: bool) -> None:
     """Poll `/health`, showing the seconds if asked to. Raises `ServerError`."""
-    start = time.monotonic()
+    start, next_line = time.monotonic(), 0.0
     while not _is_healthy(server.url):
         waited = time.monotonic() - start
         if server.process.poll() is not None:
             raise ServerError(f"the server ended with code {server.process.returncode}:\n{server.log_tail(60)}")
         if waited > START_SECONDS:
             raise ServerError(f"the server is not healthy after {START_SECONDS} s:\n{server.log_tail(60)}")
-        if progress:
-            print(f"\rstarting the server ... {waited:.0f} s", end="", flush=True)
+        if progress and waited >= next_line:
+            _show(f"starting the server ... {waited:.0f} s")
+            next_line = waited + (0 if sys.stdout.isatty() else LINE_SECONDS)
         time.sleep(0.5)
     if progress:
-        print(f"\rserver ready at {server.url} after {time.monotonic() - start:.0f} s", flush=True)
+        _show(f"server ready at {server.url} after {time.monotonic() - start:.0f} s", last=True)
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
@@ -116,3 +127,11 @@ def _is_healthy(url: str) -> bool:
             return bool(reply.status == 200)
     except (urllib.error.URLError, ConnectionError, TimeoutError):
         return False
+
+
+def _show(text: str, last: bool = False) -> None:
+    """One line that is overwritten on a terminal, a line of its own in a file."""
+    if sys.stdout.isatty():
+        print(f"\r{text}", end="\n" if last else "", flush=True)
+    else:
+        print(text, flush=True)

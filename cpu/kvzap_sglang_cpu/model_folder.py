@@ -1,9 +1,11 @@
 """Write a model folder so that a reader never sees half of one."""
 
+import argparse
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 REQUIRED_FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json")
@@ -35,6 +37,25 @@ def write_model_folder(target: Path, write: Callable[[Path], None]) -> bool:
         return _publish(scratch, target)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def pending(out: Path, names: Iterable[str]) -> list[str]:
+    """Those of `names` whose folders under `out` are not complete."""
+    return [name for name in names if not is_complete(out / name)]
+
+
+def command_line(
+    description: str, names: Iterable[str], write: Callable[[Path], list[Path]], argv: list[str] | None
+) -> None:
+    """The command of a converter: `write` what is missing of `names` under --out and say what was done."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--out", type=Path, default=Path("models"), help="folder of the model folders")
+    out: Path = parser.parse_args(argv).out
+    start = time.monotonic()
+    written = write(out)
+    for name in names:
+        print(f"{out / name}: {'written' if out / name in written else 'already there'}")
+    print(f"{time.monotonic() - start:.1f} s")
 
 
 def _publish(scratch: Path, target: Path) -> bool:

@@ -6,15 +6,13 @@ writes models/SmolLM2-135M-Instruct (bf16) and models/SmolLM2-135M-Instruct-fp32
 the weights (Q4_1; both folders hold the same dequantized values, one rounded to bf16).
 """
 
-import argparse
 import importlib.util
 import json
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .model_folder import is_complete, write_model_folder
+from .model_folder import command_line, pending, write_model_folder
 
 NAME = "SmolLM2-135M-Instruct"
 GGUF_FILE = f"{NAME}.Q4_1.gguf"
@@ -98,30 +96,23 @@ def save_model(model: Any, tokenizer: Any, dtype_name: str, folder: Path) -> Non
 
 def convert(out: Path) -> list[Path]:
     """Write the folders of `folder_names()` that are not complete under `out`; returns the ones written."""
-    pending = {name: dtype for name, dtype in folder_names().items() if not is_complete(out / name)}
-    if not pending:
+    dtypes = folder_names()
+    names = pending(out, dtypes)
+    if not names:
         return []
     source = gguf_folder()
     tokenizer, model = load_tokenizer(source), load_model(source)
     written = []
     # fp32 first: the cast to bf16 is in place and cannot be undone.
-    for name in sorted(pending, key=lambda n: pending[n] != "float32"):
-        if write_model_folder(out / name, partial(save_model, model, tokenizer, pending[name])):
+    for name in sorted(names, key=lambda n: dtypes[n] != "float32"):
+        if write_model_folder(out / name, partial(save_model, model, tokenizer, dtypes[name])):
             written.append(out / name)
     return written
 
 
 def main(argv: list[str] | None = None) -> None:
     """Command line: convert what is missing under --out and say what was done."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("models"), help="folder of the model folders")
-    out = parser.parse_args(argv).out
-    start = time.monotonic()
-    written = set(convert(out))
-    for name in folder_names():
-        state = "written" if out / name in written else "already there"
-        print(f"{out / name}: {state}")
-    print(f"{time.monotonic() - start:.1f} s")
+    command_line((__doc__ or "").splitlines()[0], folder_names(), convert, argv)
 
 
 if __name__ == "__main__":

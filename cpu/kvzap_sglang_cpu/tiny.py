@@ -5,13 +5,12 @@
 They start as fast as Python does, and fp32 weights of a wide spread (0.2) keep greedy ties away.
 """
 
-import argparse
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from . import smollm2
-from .model_folder import is_complete, write_model_folder
+from .model_folder import command_line, pending, write_model_folder
 
 SEED = 0
 FOLDERS = {"tiny-llama-random": "llama", "tiny-qwen3-random": "qwen3"}
@@ -51,12 +50,12 @@ def build(family: str) -> Any:
 
 def make(out: Path) -> list[Path]:
     """Write the folders of FOLDERS that are not complete under `out`; returns the ones written."""
-    pending = [name for name in FOLDERS if not is_complete(out / name)]
-    if not pending:
+    names = pending(out, FOLDERS)
+    if not names:
         return []
     tokenizer = smollm2.load_tokenizer(smollm2.gguf_folder())
     written = []
-    for name in pending:
+    for name in names:
         write = partial(smollm2.save_model, build(FOLDERS[name]), tokenizer, "float32")
         if write_model_folder(out / name, write):
             written.append(out / name)
@@ -65,12 +64,7 @@ def make(out: Path) -> list[Path]:
 
 def main(argv: list[str] | None = None) -> None:
     """Command line: make what is missing under --out and say what was done."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("models"), help="folder of the model folders")
-    out = parser.parse_args(argv).out
-    written = set(make(out))
-    for name in FOLDERS:
-        print(f"{out / name}: {'written' if out / name in written else 'already there'}")
+    command_line((__doc__ or "").splitlines()[0], FOLDERS, make, argv)
 
 
 if __name__ == "__main__":

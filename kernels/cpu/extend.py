@@ -6,6 +6,9 @@ torch's CPU flash attention returns the log-sum-exp, so a chunk's attention is p
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import pairwise
+
 import torch
 
 from ..encoding import VisibleCells
@@ -57,6 +60,24 @@ def _by_token(out: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return out.permute(2, 0, 1, 3).reshape(tokens, heads * group, dim).to(dtype)
 
 
+def _extend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    visible: VisibleCells,
+    attend: Callable[[torch.Tensor, list[slice]], torch.Tensor],
+) -> torch.Tensor:
+    """What both rules share: the checks, nothing to do for no token, and q's layout.
+
+    attend: from q `[H, G, T, D]` and each head's part of `visible` to the output of q's shape.
+    """
+    _check(q, k, v, visible)
+    if k.shape[0] == 0:
+        return torch.empty_like(q)
+    parts = [slice(*bounds) for bounds in pairwise(visible.indptr.tolist())]
+    return _by_token(attend(_by_head(q, k.shape[1]), parts), q.dtype)
+
+
 def extend_dense(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -74,24 +95,21 @@ def extend_dense(
 
     Returns `[T, Hq, D]` of q's dtype. Raises ValueError for shapes that do not fit.
     """
-    _check(q, k, v, visible)
-    tokens, heads, dim = k.shape
-    if tokens == 0:
-        return torch.empty_like(q)
-    queries = _by_head(q, heads)
-    group = queries.shape[1]
-    chunk_k, chunk_v = (x.transpose(0, 1).unsqueeze(1).expand(heads, group, tokens, dim) for x in (k, v))
-    out, lse = _flash(queries, chunk_k, chunk_v, scale, causal=True)
-    bounds = visible.indptr.tolist()
-    for h in range(heads):
-        if bounds[h] == bounds[h + 1]:
-            continue
-        cells = visible.cells[bounds[h] : bounds[h + 1]]
-        prefix_k, prefix_v = (pool.index_select(0, cells)[None, None] for pool in (k_pool, v_pool))
-        prefix, prefix_lse = _flash(queries[h].view(1, 1, group * tokens, dim), prefix_k, prefix_v, scale)
-        part = prefix.view(group, tokens, dim), prefix_lse.view(group, tokens)
-        out[h], lse[h] = _merge((out[h], lse[h]), part)
-    return _by_token(out, q.dtype)
+
+    def attend(queries: torch.Tensor, parts: list[slice]) -> torch.Tensor:
+        heads, group, tokens, dim = queries.shape
+        chunk_k, chunk_v = (x.transpose(0, 1).unsqueeze(1).expand(heads, group, tokens, dim) for x in (k, v))
+        out, lse = _flash(queries, chunk_k, chunk_v, scale, causal=True)
+        for h, part in enumerate(parts):
+            if part.start == part.stop:
+                continue
+            cells = visible.cells[part]
+            prefix_k, prefix_v = (pool.index_select(0, cells)[None, None] for pool in (k_pool, v_pool))
+            prefix, prefix_lse = _flash(queries[h].view(1, 1, group * tokens, dim), prefix_k, prefix_v, scale)
+            out[h], lse[h] = _merge((out[h], lse[h]), (prefix.view(group, tokens, dim), prefix_lse.view(group, tokens)))
+        return out
+
+    return _extend(q, k, v, visible, attend)
 
 
 def extend_sparse(
@@ -116,26 +134,25 @@ def extend_sparse(
 
     Returns `[T, Hq, D]` of q's dtype. Raises ValueError for shapes that do not fit and where `visible` has no details.
     """
-    _check(q, k, v, visible)
-    if visible.positions is None or visible.condemned is None:
+    all_positions, all_condemned = visible.positions, visible.condemned
+    if all_positions is None or all_condemned is None:
         raise ValueError("extend_sparse needs visible_cells(..., detail=True)")
     if kept.shape != k.shape[:2] or kept.dtype != torch.bool:
         raise ValueError(f"kept must be bool {tuple(k.shape[:2])}, got {kept.dtype} {tuple(kept.shape)}")
-    if k.shape[0] == 0:
-        return torch.empty_like(q)
-    queries = _by_head(q, k.shape[1])
-    out = torch.empty(queries.shape, dtype=torch.float32)
-    own_positions = torch.arange(first_position, first_position + k.shape[0], dtype=torch.int32)
-    bounds = visible.indptr.tolist()
-    for h in range(k.shape[1]):
-        part = slice(bounds[h], bounds[h + 1])
-        cells = visible.cells[part]
-        keys = torch.cat((k_pool.index_select(0, cells), k[:, h]))
-        values = torch.cat((v_pool.index_select(0, cells), v[:, h]))
-        positions = torch.cat((visible.positions[part], own_positions))
-        always = torch.cat((visible.condemned[part] == 0, kept[:, h]))
-        _sparse_head(queries[h], keys, values, positions, always, first_position, window, scale, out[h])
-    return _by_token(out, q.dtype)
+
+    def attend(queries: torch.Tensor, parts: list[slice]) -> torch.Tensor:
+        out = torch.empty(queries.shape, dtype=torch.float32)
+        own_positions = torch.arange(first_position, first_position + k.shape[0], dtype=torch.int32)
+        for h, part in enumerate(parts):
+            cells = visible.cells[part]
+            keys = torch.cat((k_pool.index_select(0, cells), k[:, h]))
+            values = torch.cat((v_pool.index_select(0, cells), v[:, h]))
+            positions = torch.cat((all_positions[part], own_positions))
+            always = torch.cat((all_condemned[part] == 0, kept[:, h]))
+            _sparse_head(queries[h], keys, values, positions, always, first_position, window, scale, out[h])
+        return out
+
+    return _extend(q, k, v, visible, attend)
 
 
 def _sparse_head(

@@ -7,12 +7,7 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-from kvzap_sglang.attention.metadata import (
-    ExtendPiece,
-    PrefixLists,
-    decode_lists,
-    extend_pieces,
-)
+from kvzap_sglang.attention.metadata import AttentionPlan, ExtendPiece, SingleTokens, attention_plan
 from kvzap_sglang.kernels.cpu import extend_dense, extend_sparse, ragged_decode, visible_cells
 from kvzap_sglang.runtime import KVPressRuntime
 
@@ -26,17 +21,13 @@ class KVPressCPUBackend(AttentionBackend):
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self._runtime = runtime
-        self._decode: PrefixLists | None = None
-        self._pieces: list[ExtendPiece] = []
+        self._plan: AttentionPlan | None = None
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        plan = self._runtime.require_plan()
-        rows = self.req_to_token_pool.req_to_token
-        window = self._runtime.window
-        self._decode = decode_lists(plan, rows, window) if plan.is_decode else None
-        self._pieces = [] if plan.is_decode else extend_pieces(plan, rows, window)
+        plan, rows = self._runtime.require_plan(), self.req_to_token_pool.req_to_token
+        self._plan = attention_plan(plan, rows, self._runtime.window)
 
-    def forward_decode(
+    def forward(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -46,74 +37,53 @@ class KVPressCPUBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
-        if self._decode is None:
-            raise RuntimeError("kv press: decode attention without decode metadata")
-        self._write(k, v, layer, forward_batch, save_kv_cache)
-        cells = self._runtime.cells
-        visible = visible_cells(cells.table[self._index(layer)], *self._decode)
-        queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        out, _ = ragged_decode(queries, cells.k, cells.v, visible, layer.scaling)
-        return out.view(-1, layer.tp_q_head_num * layer.v_head_dim)
-
-    def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        k = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
-        v = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
+        """Write the new tokens' K and V, then attend; SGLang calls nothing else per layer."""
+        if forward_batch.forward_mode.is_idle():
+            return super().forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        if not save_kv_cache:
+            raise RuntimeError("kv press: attention without writing KV is not supported")
+        q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        k = k.reshape(-1, layer.tp_k_head_num, layer.qk_head_dim)
+        v = v.reshape(-1, layer.tp_v_head_num, layer.v_head_dim)
         k, v = self._runtime.take_reused(self._index(layer), k, v)
-        self._write(k, v, layer, forward_batch, save_kv_cache)
-        out = q.new_empty(q.shape[0], layer.tp_q_head_num, layer.v_head_dim)
-        for piece in self._pieces:
-            part = slice(piece.offset, piece.offset + piece.end - piece.start)
-            out[part] = self._extend(piece, q[part], k[part], v[part], part, layer)
-        return out.view(q.shape[0], -1)
+        self.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
+        return self._attend(q, k, v, layer).view(-1, layer.tp_q_head_num * layer.v_head_dim)
 
     def support_triton(self) -> bool:
         return False
 
-    def _extend(
-        self,
-        piece: ExtendPiece,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        part: slice,
-        layer: Any,
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any) -> torch.Tensor:
+        """Single tokens of all rows in one go, longer pieces row by row."""
+        if self._plan is None:
+            raise RuntimeError("kv press: attention without metadata")
+        singles, pieces = self._plan
+        if singles is not None and not pieces:
+            return self._attend_singles(q, singles, layer)
+        out = q.new_empty(q.shape[0], layer.tp_q_head_num, layer.v_head_dim)
+        if singles is not None:
+            out[singles.tokens] = self._attend_singles(q[singles.tokens], singles, layer)
+        for piece in pieces:
+            part = slice(piece.offset, piece.offset + piece.end - piece.start)
+            out[part] = self._attend_piece(piece, q[part], k[part], v[part], layer)
+        return out
+
+    def _attend_singles(self, q: torch.Tensor, singles: SingleTokens, layer: Any) -> torch.Tensor:
+        cells = self._runtime.cells
+        visible = visible_cells(cells.table[self._index(layer)], *singles.lists)
+        return ragged_decode(q, cells.k, cells.v, visible, layer.scaling)[0]
+
+    def _attend_piece(
+        self, piece: ExtendPiece, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any
     ) -> torch.Tensor:
-        cells, index = self._runtime.cells, self._index(layer)
-        table = cells.table[index]
+        cells, kept, index = self._runtime.cells, self._runtime.kept, self._index(layer)
+        visible = visible_cells(cells.table[index], *piece.prefix, detail=not piece.dense)
+        inputs = (q, k, v, cells.k, cells.v, visible)
         if piece.dense:
-            visible = visible_cells(table, *piece.prefix)
-            return extend_dense(q, k, v, cells.k, cells.v, visible, layer.scaling)
-        visible = visible_cells(table, *piece.prefix, detail=True)
-        kept = self._runtime.kept
+            return extend_dense(*inputs, layer.scaling)
         if kept is None:
             raise RuntimeError("kv press: extend attention outside a step")
-        return extend_sparse(
-            q,
-            k,
-            v,
-            cells.k,
-            cells.v,
-            visible,
-            kept[part, index],
-            piece.start,
-            self._runtime.window,
-            layer.scaling,
-        )
-
-    def _write(self, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any, save: bool) -> None:
-        if not save:
-            raise RuntimeError("kv press: attention without writing KV is not supported")
-        self.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
+        own = kept[piece.offset : piece.offset + piece.end - piece.start, index]
+        return extend_sparse(*inputs, own, piece.start, self._runtime.window, layer.scaling)
 
     def _index(self, layer: Any) -> int:
         return layer.layer_id - self.token_to_kv_pool.start_layer

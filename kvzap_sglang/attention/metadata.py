@@ -36,24 +36,45 @@ class ExtendPiece(NamedTuple):
     prefix: PrefixLists
 
 
-def decode_lists(plan: StepPlan, req_to_token: torch.Tensor, window: int) -> PrefixLists:
-    """Every row's `[0, end)`; the query at `end - 1` sees positions of age <= window densely."""
-    bounds = [(row.row, row.end, row.end - 1 - window) for row in plan.rows]
-    return _lists(req_to_token, bounds)
+class SingleTokens(NamedTuple):
+    """Queries that are alone in their piece, of any number of rows: decode steps and exact prefix hits.
+
+    tokens: int64 `[n]`, indices among the step's tokens. lists: what each sees, itself included.
+    """
+
+    tokens: torch.Tensor
+    lists: PrefixLists
 
 
-def extend_pieces(plan: StepPlan, req_to_token: torch.Tensor, window: int) -> list[ExtendPiece]:
+class AttentionPlan(NamedTuple):
+    """A step's attention: the single queries, None if there are none, and the longer pieces."""
+
+    singles: SingleTokens | None
+    pieces: list[ExtendPiece]
+
+
+def attention_plan(plan: StepPlan, req_to_token: torch.Tensor, window: int) -> AttentionPlan:
     """Each row's chunk, cut where prompt tokens of a dense prefill end."""
-    pieces, offset = [], 0
+    pieces: list[ExtendPiece] = []
+    tokens: list[int] = []
+    bounds: list[tuple[int, int, int]] = []
+    offset = 0
     for row in plan.rows:
         cut = min(max(row.dense_end, row.start), row.end)
         for start, end, dense in ((row.start, cut, True), (cut, row.end, False)):
-            if start < end:
-                from_ = dense_from(row, start, dense, window)
-                prefix = _lists(req_to_token, [(row.row, start, from_)])
-                pieces.append(ExtendPiece(start, end, offset + start - row.start, dense, prefix))
+            first_dense = dense_from(row, start, dense, window)
+            token = offset + start - row.start
+            if end == start + 1:
+                tokens.append(token)
+                bounds.append((row.row, end, first_dense))
+            elif start < end:
+                prefix = _lists(req_to_token, [(row.row, start, first_dense)])
+                pieces.append(ExtendPiece(start, end, token, dense, prefix))
         offset += row.end - row.start
-    return pieces
+    if not tokens:
+        return AttentionPlan(None, pieces)
+    index = torch.tensor(tokens, dtype=torch.int64, device=req_to_token.device)
+    return AttentionPlan(SingleTokens(index, _lists(req_to_token, bounds)), pieces)
 
 
 def dense_from(row: RowPlan, start: int, dense: bool, window: int) -> int:

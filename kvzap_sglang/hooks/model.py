@@ -7,10 +7,9 @@ from typing import Any
 
 from kvzap_sglang.attach import build_press, wrap_layers
 from kvzap_sglang.hooks.arguments import config_of
+from kvzap_sglang.hooks.carried import carried_decisions, carry_decisions
 from kvzap_sglang.presses.base import LayerInput
 from kvzap_sglang.ranks import gather_decisions
-
-_DECISIONS = "_kv_press_decisions"
 
 
 def attach_press(result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
@@ -55,13 +54,13 @@ def forward(original: Callable[..., Any], runner: Any, forward_batch: Any, *args
         return original(runner, forward_batch, *args, **kwargs)
     runtime.begin(forward_batch.out_cache_loc)
     output = original(runner, forward_batch, *args, **kwargs)
-    setattr(forward_batch, _DECISIONS, runtime.end())
+    carry_decisions(forward_batch, runtime.end())
     return output
 
 
 def attach_decisions(result: Any, runner: Any, logits_output: Any, forward_batch: Any) -> None:
     """Send the decisions to the CPU with the sampled tokens (asynchronous copy)."""
-    decisions = getattr(forward_batch, _DECISIONS, None)
+    decisions = carried_decisions(forward_batch)
     if decisions is None:
         return
     from sglang.srt.managers.auxiliary_output import append_auxiliary_output

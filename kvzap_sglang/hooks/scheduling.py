@@ -7,11 +7,10 @@ from http import HTTPStatus
 from typing import Any
 
 from kvzap_sglang.hooks.arguments import config_of
+from kvzap_sglang.hooks.carried import carried_decisions, carry_decisions
 from kvzap_sglang.memory.allocator import KVPressAllocator
 from kvzap_sglang.request_options import OptionError, cache_namespace, check_options, parse_options
 from kvzap_sglang.runtime import KVPressRuntime
-
-_DECISIONS = "_kv_press_decisions"
 
 
 def runtime_of(scheduler: Any) -> KVPressRuntime | None:
@@ -26,7 +25,7 @@ def run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: A
         return original(scheduler, batch, *args, **kwargs)
     runtime.launch(batch)
     result = original(scheduler, batch, *args, **kwargs)
-    setattr(result, _DECISIONS, runtime.take_decisions())
+    carry_decisions(result, runtime.take_decisions())
     return result
 
 
@@ -34,7 +33,7 @@ def process_result(
     original: Callable[..., Any], processor: Any, batch: Any, result: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Apply a step's decisions before SGLang checkpoints or releases its requests."""
-    decisions = getattr(result, _DECISIONS, None)
+    decisions = carried_decisions(result)
     if decisions is not None:
         if result.copy_done is not None:
             result.copy_done.synchronize()

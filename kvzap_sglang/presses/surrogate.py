@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 import torch
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HTTPError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
@@ -195,7 +195,9 @@ def _download(source: str, files: list[str]) -> Path:
         raise _error(source, "no such folder", remedy)
     try:
         return Path(snapshot_download(source, allow_patterns=files))
-    except (OSError, ValueError, httpx.HTTPError) as error:  # huggingface_hub's own errors derive from these
+    except (OSError, ValueError, HTTPError) as error:
+        # huggingface_hub's own errors derive from these. Its HTTP client's come through as they are, and which client
+        # that is depends on its version: HTTPError is the base class of the one it uses.
         raise _error(
             source,
             f"no such folder, and the download of that hub id failed ({type(error).__name__}: {error})",

@@ -1,8 +1,10 @@
-"""scripts/demo.py against a fake server: start, health, stop, exit codes, and what it says when something is missing."""
+"""scripts/demo.py against a fake server: launch line, exit codes, signals, and what it says when something is missing."""
 
 from __future__ import annotations
 
-import os
+import signal
+import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +12,10 @@ from types import ModuleType
 
 import pytest
 
+from kvzap_sglang import local_server
+from tests.processes import is_running
+
+REPOSITORY = Path(__file__).resolve().parents[2]
 FAKE_SERVER = Path(__file__).with_name("fake_server.py")
 
 
@@ -26,16 +32,25 @@ def surrogate(tmp_path: Path) -> Path:
     return folder
 
 
-def use_fake_server(demo: ModuleType, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+@pytest.fixture
+def models(tmp_path: Path, demo: ModuleType) -> Path:
+    """As much of a models folder as the demo itself looks at."""
+    folder = tmp_path / "models" / demo.MODEL
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    return folder.parent
+
+
+def use_fake_server(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     monkeypatch.setattr(
-        demo, "server_command", lambda model, surrogate, port: [sys.executable, str(FAKE_SERVER), str(port), mode]
+        local_server, "launch_command", lambda model, port, flags: [sys.executable, str(FAKE_SERVER), str(port), mode]
     )
 
 
-def is_running(pid: int) -> bool:
-    """Whether the process exists and is no zombie (nobody reaps an orphan in some containers)."""
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+def is_serving(port: int) -> bool:
+    """Whether anything accepts connections there."""
+    with socket.socket() as probe:
+        return probe.connect_ex((local_server.HOST, port)) == 0
 
 
 def test_surrogate_comes_from_the_flag_then_the_variable(
@@ -64,64 +79,85 @@ def test_a_missing_model_says_make_models(
 
 
 @pytest.mark.parametrize("cpu", [True, False])
-def test_launch_line_is_sglangs_own_with_the_press(
-    demo: ModuleType, monkeypatch: pytest.MonkeyPatch, cpu: bool
+def test_serve_becomes_sglangs_own_launch_line_with_the_press(
+    demo: ModuleType, models: Path, surrogate: Path, monkeypatch: pytest.MonkeyPatch, cpu: bool
 ) -> None:
+    became: list[tuple[str, list[str], dict[str, str]]] = []
+    monkeypatch.setattr(demo.os, "execve", lambda *call: became.append(call) or sys.exit(0))
     monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: object() if cpu else None)
-    command = demo.server_command(Path("m"), Path("s"), 31000)
-    assert command[1:5] == ["-m", "sglang.launch_server", "--model-path", "m"]
-    assert "--kv-press kvzap --kv-press-model s --kv-press-threshold=-3.0" in " ".join(command)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    with pytest.raises(SystemExit):
+        demo.main(["--serve", "--models", str(models), "--surrogate", str(surrogate)])
+    [(program, command, env)] = became
+    assert program == command[0] == sys.executable
+    assert command[1:5] == ["-m", "sglang.launch_server", "--model-path", str(models / demo.MODEL)]
+    assert command[5:9] == ["--host", "127.0.0.1", "--port", "30000"]
+    assert f"--kv-press kvzap --kv-press-model {surrogate} --kv-press-threshold=-3.0" in " ".join(command)
     assert ("--device cpu" in " ".join(command)) is cpu
-    assert command[-2:] == ["--port", "31000"]
+    assert env["HF_HUB_OFFLINE"] == "1"
 
 
 @pytest.mark.parametrize("code", [0, 3])
 def test_the_exit_code_is_the_examples(
-    demo: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], code: int
+    demo: ModuleType,
+    models: Path,
+    surrogate: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    code: int,
 ) -> None:
-    use_fake_server(demo, monkeypatch, "press")
+    use_fake_server(monkeypatch, "press")
     example = tmp_path / "example.py"
     example.write_text(f"import sys; print('example got', *sys.argv[1:]); sys.exit({code})")
-    port = demo.free_port()
-    assert demo.run_demo(Path("m"), Path("s"), port, example) == code
+    port = local_server.free_port()
+    arguments = ["--models", str(models), "--surrogate", str(surrogate), "--example", str(example), "--port", str(port)]
+    assert demo.main(arguments) == code
     out = capfd.readouterr().out
+    assert "starting the server ... 0 s\n" in out and f"server ready at http://127.0.0.1:{port} after" in out
     assert f"example got --base-url http://127.0.0.1:{port}" in out
     assert out.splitlines()[-1].startswith("server stopped")
-    assert not demo.is_healthy(f"http://127.0.0.1:{port}")
+    assert not is_serving(port)
 
 
-def test_a_server_that_dies_shows_its_last_words(demo: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_fake_server(demo, monkeypatch, "dies")
-    with pytest.raises(demo.DemoError, match=r"(?s)ended with code 1.*cannot load the model"):
-        demo.run_demo(Path("m"), Path("s"), demo.free_port(), Path("never.py"))
-
-
-def test_a_server_that_never_gets_healthy_is_given_up(
-    demo: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_server_that_dies_shows_its_last_words(
+    demo: ModuleType,
+    models: Path,
+    surrogate: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(demo, "START_SECONDS", 0)
-    command = [sys.executable, "-c", "import time; print('loading', flush=True); time.sleep(600)"]
-    with (
-        (tmp_path / "log").open("wb") as log,
-        pytest.raises(demo.DemoError, match="not healthy after 0 s"),
-        demo.running_server(command, f"http://127.0.0.1:{demo.free_port()}", log),
-    ):
-        pytest.fail("the block must not run")
+    use_fake_server(monkeypatch, "dies")
+    assert demo.main(["--models", str(models), "--surrogate", str(surrogate), "--example", "never.py"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("demo: the server ended with code 1:\n") and "cannot load the model" in error
 
 
-def test_a_deaf_server_is_killed_with_its_children(
-    demo: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(demo, "STOP_SECONDS", 0.5)
-    port = demo.free_port()
-    command = [sys.executable, str(FAKE_SERVER), str(port), "deaf"]
-    with (tmp_path / "log").open("wb") as log:
-        with demo.running_server(command, f"http://127.0.0.1:{port}", log):
-            child = int((tmp_path / "log").read_text().split()[0])
-            assert is_running(child)
-        assert not demo.is_healthy(f"http://127.0.0.1:{port}")
-    for _ in range(100):
-        if not is_running(child):
-            break
-        os.sched_yield()
-    assert not is_running(child)
+INTERRUPTED = f"""
+import sys
+from kvzap_sglang import local_server
+local_server.launch_command = lambda model, port, flags: [sys.executable, {str(FAKE_SERVER)!r}, str(port), "press"]
+from scripts import demo
+sys.exit(demo.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_the_server(models: Path, surrogate: Path, tmp_path: Path, number: signal.Signals) -> None:
+    """Also where the example is at work: it ends, the server ends, the exit code tells which signal it was."""
+    example = tmp_path / "example.py"
+    example.write_text("import os, time; print('at work:', os.getpid(), flush=True); time.sleep(600)")
+    port = local_server.free_port()
+    arguments = ["--models", str(models), "--surrogate", str(surrogate), "--example", str(example), "--port", str(port)]
+    command = [sys.executable, "-c", INTERRUPTED, *arguments]
+    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        at_work = next(line for line in process.stdout if line.startswith("at work: "))
+        assert is_serving(port)
+        process.send_signal(number)
+        try:
+            assert process.wait(60) == 128 + number
+        finally:
+            process.kill()
+    assert not is_serving(port)
+    assert not is_running(int(at_work.split()[-1]))

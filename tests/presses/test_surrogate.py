@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import socket
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -336,10 +340,34 @@ def test_hub_repository_without_weights(tmp_path: Path, monkeypatch: pytest.Monk
     refusal(lambda: load("owner/KVzap-x"), "hub repository", "has no model.safetensors")
 
 
-def test_failed_download_without_sglang(tmp_path: Path) -> None:
-    """The real client in its offline mode, in a fresh process: it reads the variable at import.
+@contextmanager
+def hub_that_hangs_up() -> Iterator[str]:
+    """Address of a hub that closes every connection without an answer."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
 
-    There too: reading a surrogate must not pull in SGLang.
+        def hang_up() -> None:
+            try:
+                while True:
+                    listener.accept()[0].close()
+            except OSError:
+                return  # the listener was shut down
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    ("offline", "error"), [("1", "LocalEntryNotFoundError"), ("0", "RemoteProtocolError|ReadError")]
+)
+def test_failed_download_without_sglang(tmp_path: Path, offline: str, error: str) -> None:
+    """The real client in its offline mode and with a hub that hangs up (an error of its HTTP library, not its own).
+
+    In a fresh process, because it reads the variables at import; there too: reading a surrogate must not pull in SGLang.
     """
     code = (
         "import sys, torch; from kvzap_sglang.presses.surrogate import *\n"
@@ -347,8 +375,11 @@ def test_failed_download_without_sglang(tmp_path: Path) -> None:
         "except SurrogateError as error: print(error)\n"
         "print('sglang' in sys.modules)"
     )
-    env = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "OMP_NUM_THREADS": "1", "PATH": ""}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    env = {"HF_HUB_OFFLINE": offline, "HF_HOME": str(tmp_path), "OMP_NUM_THREADS": "1", "PATH": ""}
+    with hub_that_hangs_up() as address:
+        env["HF_ENDPOINT"] = address
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     lines = done.stdout.splitlines()
     assert len(lines) == 2 and lines[1] == "False" and lines[0].startswith("--kv-press-model owner/KVzap-none: ")
     assert "download of that hub id failed" in lines[0] and "local folder" in lines[0]
+    assert re.search(rf"failed \(({error}): ", lines[0])
