@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +21,7 @@ from typing import Any
 import requests
 
 from benchmarks.machine import describe_machine
+from benchmarks.prose import prose_prompts
 from kvzap_sglang.local_server import local_server
 
 
@@ -58,14 +58,13 @@ class Client:
         return answer.json()
 
 
-def measure(url: str, name: str, batch: int, context: int, new_tokens: int, seed: int) -> Timing:
+def measure(url: str, name: str, prompts: list[list[int]], new_tokens: int) -> Timing:
     """Cold prefill, exact hits, then decode (the hits' time taken off)."""
-    rng = random.Random(seed)
-    warm = Client(url, [[rng.randrange(100, 40000) for _ in range(64)] for _ in range(batch)])
-    warm.run(4)
-    client = Client(url, [[rng.randrange(100, 40000) for _ in range(context)] for _ in range(batch)])
+    batch, context = len(prompts), len(prompts[0])
+    Client(url, [prompt[-64:] for prompt in prompts]).run(4)
+    client = Client(url, prompts)
     cold = client.run(1)
-    hit = client.run(1)
+    hit = min(client.run(1) for _ in range(2))
     decode = client.run(1 + new_tokens) - hit
     return Timing(name, batch, context, batch * context / cold, hit, batch * new_tokens / decode)
 
@@ -126,7 +125,7 @@ def run(args: argparse.Namespace) -> Iterator[Timing]:
         log = args.out / "server.log"
         with server(args.model, log, room, args.threads, "--dtype", args.dtype, *flags) as url:
             for seed, context in enumerate(contexts):
-                timing = measure(url, name, args.batch, context, args.new_tokens, seed)
+                timing = measure(url, name, prose_prompts(args.model, args.batch, context, seed), args.new_tokens)
                 print(timing, flush=True)
                 yield timing
 
