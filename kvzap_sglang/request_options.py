@@ -11,6 +11,7 @@ from kvzap_sglang.config import KVPressConfig
 
 KEY = "kv_press"
 OFF = "off"
+_NAMESPACE = f"{KEY} threshold "
 
 
 class OptionError(ValueError):
@@ -72,8 +73,12 @@ def check_options(options: RequestOptions, config: KVPressConfig) -> None:
 
 
 def cache_namespace(extra_key: str | None, custom_params: Any, config: KVPressConfig) -> str | None:
-    """Key under which a request's prefix is shared: only with requests of the same effective threshold."""
+    """Key under which a request's prefix is shared: only with requests of the same effective threshold.
+
+    The server's own threshold leaves `extra_key` as it is, except one that looks like a key of ours: no client may
+    name its way into the prefixes of another threshold.
+    """
     threshold = parse_options(custom_params).threshold_for(config)
-    if threshold == config.threshold:
+    if threshold == config.threshold and not (extra_key or "").startswith(_NAMESPACE):
         return extra_key
-    return f"{KEY} threshold {threshold!r} {extra_key or ''}"
+    return f"{_NAMESPACE}{threshold!r} {extra_key!r}"

@@ -60,7 +60,7 @@ def score_limits(plan: StepPlan, device: torch.device) -> torch.Tensor | float:
     limits = {row.threshold for row in plan.rows}
     if len(limits) == 1:
         return limits.pop()
-    lengths = torch.tensor([row.end - row.start for row in plan.rows])
+    lengths = torch.tensor([row.end - row.start for row in plan.rows], dtype=torch.int64)
     values = torch.tensor([row.threshold for row in plan.rows], dtype=torch.float32)
     return values.repeat_interleave(lengths).to(device)[:, None]
 

@@ -26,14 +26,14 @@ def add_cli_args(result: Any, parser: argparse.ArgumentParser) -> None:
     add_flags(parser)
 
 
-def from_cli_args(original: Callable[..., Any], cls: type, namespace: argparse.Namespace) -> Any:
+def from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:
     try:
-        config = config_from_namespace(namespace)
+        config = config_from_namespace(args)
         if config is not None:
-            config = config.resolved_for(namespace.model_path)
+            config = config.resolved_for(args.model_path)
     except (KVPressConfigError, ValueError) as error:
         raise SystemExit(f"error: {error}") from error
-    server_args = original(cls, namespace)
+    server_args = original(cls, args)
     set_config(server_args, config)
     server_args._kv_press_from_cli = True
     return server_args

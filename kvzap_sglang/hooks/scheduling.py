@@ -118,16 +118,16 @@ def next_prefill(
     return batch, running
 
 
-def validate_request(original: Callable[..., Any], manager: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+def validate_request(original: Callable[..., Any], manager: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
     """Answer a request whose press options cannot be honoured with a 400 (tokenizer process)."""
     config = config_of(manager.server_args)
     if config is not None:
-        params = getattr(request, "sampling_params", None)
+        params = getattr(obj, "sampling_params", None)
         if isinstance(params, dict):
             if (params.get("beam_width") or 1) > 1:
                 raise OptionError("beam_width: beam search is not supported with --kv-press")
             check_options(parse_options(params.get("custom_params")), config)
-    return original(manager, request, *args, **kwargs)
+    return original(manager, obj, *args, **kwargs)
 
 
 _WEIGHT_MESSAGE = (
@@ -136,11 +136,11 @@ _WEIGHT_MESSAGE = (
 )
 
 
-def refuse_weight_update(original: Callable[..., Any], updater: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+def refuse_weight_update(original: Callable[..., Any], updater: Any, recv_req: Any, *args: Any, **kwargs: Any) -> Any:
     """A surrogate is trained on fixed weights: with new ones it would silently score wrongly."""
     if runtime_of(updater) is None:
-        return original(updater, request, *args, **kwargs)
+        return original(updater, recv_req, *args, **kwargs)
     from sglang.srt.managers import io_struct
 
-    output = type(request).__name__.replace("ReqInput", "ReqOutput")
+    output = type(recv_req).__name__.replace("ReqInput", "ReqOutput")
     return getattr(io_struct, output)(success=False, message=_WEIGHT_MESSAGE)

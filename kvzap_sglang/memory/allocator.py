@@ -71,6 +71,12 @@ class KVPressAllocator(TokenToKVPoolAllocator):
         """Do what was queued, in order. Forward stream only."""
         self.pruned_cells += self.queue.drain(self.cells)
 
+    def resize(self, config: Any) -> None:
+        raise NotImplementedError("kv press: the cell table cannot follow another number of token slots")
+
+    def translate_kv_indices_for_transfer(self, kv_indices: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError("kv press: token slots are no rows that a transfer engine could read")
+
     # -- cells ------------------------------------------------------------------------------
 
     def available_cells(self) -> int:

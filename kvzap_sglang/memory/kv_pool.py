@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,13 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, unwrap_write_loc
 from kvzap_sglang.kernels.cpu import write_cells
 from kvzap_sglang.memory.cell_pool import CellPool
 from kvzap_sglang.memory.layout import CellLayout
+
+
+def _refused(name: str) -> Callable[..., Any]:
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"kv press: {name} takes a token slot for a row of memory, which it is not here")
+
+    return refuse
 
 
 class KVPressPool(MHATokenToKVPool):
@@ -70,11 +78,18 @@ class KVPressPool(MHATokenToKVPool):
             self.cells.v,
         )
 
-    def get_cpu_copy(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError("kv press: offloading KV to host memory is not supported")
-
-    def load_cpu_copy(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError("kv press: loading KV from host memory is not supported")
-
-    def move_kv_cache(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError("kv press: moving KV between token slots is not supported")
+    # What copies, moves, describes or lends rows by token slot. The guard refuses the features behind it; reached all
+    # the same, it must not read or write the cell of another token.
+    get_key_buffer = _refused("get_key_buffer")
+    get_value_buffer = _refused("get_value_buffer")
+    get_kv_buffer = _refused("get_kv_buffer")
+    get_kv_buffer_shape = _refused("get_kv_buffer_shape")
+    get_raw_kv_buffer = _refused("get_raw_kv_buffer")
+    set_kv_buffer_prefix_valid = _refused("set_kv_buffer_prefix_valid")
+    move_kv_cache = _refused("move_kv_cache")
+    get_cpu_copy = _refused("get_cpu_copy")
+    load_cpu_copy = _refused("load_cpu_copy")
+    get_contiguous_buf_infos = _refused("get_contiguous_buf_infos")
+    get_device_pool_infos = _refused("get_device_pool_infos")
+    host_pool_decls = _refused("host_pool_decls")
+    finalize_backing = _refused("finalize_backing")
