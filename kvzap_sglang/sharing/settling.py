@@ -95,7 +95,8 @@ class Settler:
         ledger = self._tree.token_to_kv_pool_allocator.ledger
         wanted = ledger.available + cells
         nodes = [node for node in self._tree.dense_nodes if node.lock_ref == 0]
-        for node in sorted(nodes, key=lambda node: node.last_access_time):
+        # Nodes of one path were used at one time: the id makes every tensor-parallel rank take the same one first.
+        for node in sorted(nodes, key=lambda node: (node.last_access_time, node.id)):
             if ledger.available >= wanted:
                 return
             self.reclaimed_cells += self._free(node, node.head_token_sets.dense_tail())
