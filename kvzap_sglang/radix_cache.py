@@ -7,18 +7,20 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from sglang.srt.mem_cache.base_prefix_cache import DecLockRefParams, MatchPrefixParams, MatchResult
-from sglang.srt.mem_cache.radix_cache import RadixCache, TreeNode
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
 from kvzap_sglang.config import KVPressConfig
 from kvzap_sglang.memory.allocator import KVPressAllocator
-from kvzap_sglang.memory.head_token_sets import BitArray, HeadTokenSets, SetShape, concatenate
+from kvzap_sglang.memory.head_token_sets import BitArray, BoolArray, HeadTokenSets, SetShape, concatenate
 from kvzap_sglang.memory.row_state import RowState
 from kvzap_sglang.observe.output_streamer import STATS_ATTRIBUTE
 from kvzap_sglang.observe.request_stats import request_stats
 from kvzap_sglang.request_options import parse_options
 from kvzap_sglang.sharing.recompute import usable_prefix
 from kvzap_sglang.sharing.settling import Settler, Span
+from kvzap_sglang.tree_checks import count_faults, scan_faults
 
 
 class KVPressRadixCache(RadixCache):
@@ -34,7 +36,8 @@ class KVPressRadixCache(RadixCache):
         settler: orders the cells of shared tokens free.
         dense_nodes: nodes that hold condemned cells.
         evictable_cells: cells that evicting every unlocked node would free (conservative).
-        evicted_cells: cells given back by eviction so far. healed_cells: cells taken back from recomputation.
+        evicted_cells: cells given back by eviction so far. healed_cells: cells that requests gave to the tree in place of
+            pruned ones.
         recomputed_tokens: matched tokens that requests computed again for the sake of their window.
     """
 
@@ -56,7 +59,7 @@ class KVPressRadixCache(RadixCache):
         self._inserting: RowState | None = None
         super().__init__(params)
         allocator = self.token_to_kv_pool_allocator
-        allocator.watch(self.check_sets)
+        allocator.watch(partial(count_faults, self), partial(scan_faults, self))
         allocator.exact = shape.ranks == 1
         allocator.nothing_held = lambda: not self.rows and not self.root_node.children
 
@@ -128,7 +131,7 @@ class KVPressRadixCache(RadixCache):
     def _insert_cache(self, req: Any, token_ids: Any, **kwargs: Any) -> Any:
         row = self.rows[req.kv.req_pool_idx]
         protected = req.kv.cache_protected_len
-        healed = self._heal(req, row) if row.heal_end > row.heal_start else 0
+        healed = self._heal(req, row, token_ids)
         self._inserting = row
         try:
             result = super()._insert_cache(req, token_ids, **kwargs)
@@ -185,27 +188,46 @@ class KVPressRadixCache(RadixCache):
                 self.change(node, partial(sets.fill, low - begin, packed[low - start : high - start]))
             node, end = node.parent, begin
 
-    def _heal(self, req: Any, row: RowState) -> int:
-        """Give the tree the cells that `row` recomputed in its last window before the branch, where the tree
-        pruned its own. Returns the cells that the tree takes over (on the rank that takes most)."""
-        start, end = row.heal_start, row.heal_end
-        mine = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, start:end]
-        self.token_to_kv_pool_allocator.queue_heal(row.reused[start - row.hit :], mine)
+    def _heal(self, req: Any, row: RowState, token_ids: Any) -> int:
+        """Give the tree the request's own cells of tokens that the tree has and pruned, before they are freed as copies.
+
+        That is what was recomputed for the branch, and what another request published and settled while this one
+        computed the same tokens, as far back as its window reaches. Returns the cells that the tree takes over (on
+        the rank that takes most).
+        """
+        if row.heal_start == row.heal_end and not req.last_node.children:
+            return 0  # nobody has more of this prefix than the request holds
+        start = req.kv.cache_protected_len
+        key = RadixKey(token_ids, req.extra_key, cache_salt=req.cache_salt)
+        match = super().match_prefix(MatchPrefixParams(key=key))
+        slots = self.path_device_indices(match.last_device_node)[start:]
+        mine = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, start : start + len(slots)]
         taken = 0
-        for node, begin, _ in self.spans(row.node):
-            sets = node.head_token_sets
-            part = slice(max(0, start - begin), max(0, end - begin))
-            before = sets.cells(part.start, part.stop)
-
-            def heal(sets: HeadTokenSets = sets, part: slice = part) -> None:
-                sets.settled[part] = False
-                sets.healed[part] = True
-
-            self.change(node, heal)
-            taken += sets.cells(part.start, part.stop) - before
+        for node, begin, end in self.spans(match.last_device_node):
+            if end <= start:
+                break
+            position = np.arange(begin, end)
+            branch = (position >= row.heal_start) & (position < row.heal_end)
+            where = (position >= start) & (branch | (position >= row.reach)) & node.head_token_sets.settled
+            taken += self._unsettle(node, where, branch)
+            chosen = torch.from_numpy(position[where] - start).to(slots.device)
+            if len(chosen):
+                self.token_to_kv_pool_allocator.queue_heal(slots[chosen], mine[chosen])
         row.heal_end = row.heal_start
         self.healed_cells += taken
         return taken
+
+    def _unsettle(self, node: TreeNode, where: BoolArray, branch: BoolArray) -> int:
+        """Tokens of the mask `where` are dense again, those of `branch` to stay. Returns the cells that takes."""
+        sets = node.head_token_sets
+        before = sets.cells()
+
+        def heal() -> None:
+            sets.settled[where] = False
+            sets.healed[branch] = True
+
+        self.change(node, heal)
+        return sets.cells() - before
 
     # -- giving cells back --------------------------------------------------------------------
 
@@ -273,36 +295,3 @@ class KVPressRadixCache(RadixCache):
             self.dense_nodes.add(node)
         else:
             self.dense_nodes.discard(node)
-
-    # -- checks -----------------------------------------------------------------------------
-
-    def check_sets(self) -> list[str]:
-        """Violations of "the sets say what the cell table holds" (full scan; nothing in flight)."""
-        pool = self.token_to_kv_pool_allocator.cells
-        faults = []
-        unlocked = 0
-        for node in self.nodes():
-            sets = node.head_token_sets
-            faults += compare_with_table(pool, node, sets)
-            unlocked += sets.cells() if node.lock_ref == 0 else 0
-        if unlocked != self.evictable_cells:
-            faults.append(f"evictable_cells is {self.evictable_cells}, unlocked nodes hold {unlocked}")
-        return faults
-
-
-def compare_with_table(pool: Any, node: TreeNode, sets: HeadTokenSets) -> list[str]:
-    """Violations for one node: length, kept bits against table entries, cells against counts."""
-    if len(sets) != len(node.key):
-        return [f"node {node.id}: sets of {len(sets)} tokens for a key of {len(node.key)}"]
-    kept = pool.kept(node.value).reshape(len(sets), -1).cpu().numpy()
-    packed = np.packbits(kept, axis=1)
-    rank = sets.shape.rank
-    faults = []
-    wrong = int((packed != sets.packed[:, rank])[sets.known].any(axis=1).sum()) if len(sets) else 0
-    if wrong:
-        faults.append(f"node {node.id}: kept bits of {wrong} tokens differ from the cell table")
-    held = pool.held(node.value).cpu().numpy()
-    expected = np.where(sets.settled, sets.counts[:, rank], sets.shape.cells_per_token)
-    if (held != expected)[sets.known].any():
-        faults.append(f"node {node.id}: holds {int(held.sum())} cells, its sets say {int(expected.sum())}")
-    return faults

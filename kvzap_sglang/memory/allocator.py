@@ -40,7 +40,8 @@ class KVPressAllocator(TokenToKVPoolAllocator):
         self.admissions = Admissions()
         self.queue = CellQueue()
         self.pruned_cells = 0
-        self._checks: list[Callable[[], list[str]]] = [self.cells.check]
+        self._counts: list[Callable[[], list[str]]] = [self.ledger.check]
+        self._scans: list[Callable[[], list[str]]] = [self.cells.check]
         self._checked = 0
         super().__init__(size, dtype, device, kvcache, need_sort)
 
@@ -122,22 +123,26 @@ class KVPressAllocator(TokenToKVPoolAllocator):
         )
         return fits and self.available_cells() >= self.cells_for(num_tokens)
 
-    def watch(self, check: Callable[[], list[str]]) -> None:
-        """Add `check` (violations, nothing in flight) to the idle checks."""
-        self._checks.append(check)
+    def watch(self, count: Callable[[], list[str]], scan: Callable[[], list[str]]) -> None:
+        """Add idle checks (violations, nothing in flight). count: cheap. scan: may read the whole cell table."""
+        self._counts.append(count)
+        self._scans.append(scan)
 
     def verify_byte_accounting(self) -> list[str]:
-        """Idle check: cells and tree sets against the cell table, once after each busy period.
+        """Idle check: ledger, cells and tree sets against each other, once after each busy period.
 
-        Large tables are scanned only under SGLang's strict busy checks; the count is always compared.
+        Large tables are scanned only under SGLang's strict busy checks; all that is counted is always compared.
         """
         self.available_cells()
         if not self.ledger.idle or self._checked == self.ledger.launches:
             return []
         self._checked = self.ledger.launches
+        faults = [fault for check in self._counts for fault in check()]
         table = self.cells.table
         if table.numel() > FULL_SCAN_ENTRIES and not envs.SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY.get():
             live = int((table[:, 1:, :] >= 0).sum())
             free, total = self.cells.free_cells, self.cells.layout.cells_total
-            return [] if live + free == total else [f"kv press: {live} live + {free} free cells != {total}"]
-        return [f"kv press: {fault}" for check in self._checks for fault in check()]
+            faults += [] if live + free == total else [f"{live} live + {free} free cells != {total}"]
+        else:
+            faults += [fault for check in self._scans for fault in check()]
+        return [f"kv press: {fault}" for fault in faults]

@@ -124,6 +124,10 @@ class HeadTokenSets:
         most = self.counts[where & self.known].max(axis=1)
         return int((self.shape.cells_per_token - most).sum())
 
+    def miscounted(self) -> bool:
+        """Whether the counts are not those of the bits (reads all bits)."""
+        return bool((count_bits(self.packed) != self.counts)[self.known].any())
+
     def dense_tail(self) -> BoolArray:
         """bool `[n]`: known tokens whose condemned cells are still in memory, and are some."""
         return self.known & ~self.settled & self._prunable()

@@ -23,11 +23,12 @@ class CellLedger:
 
     Attributes:
         launches: steps launched so far.
+        overpromised: most cells ever promised that were not there when the truth was known. A bug if not 0.
     """
 
     def __init__(self, cells_total: int) -> None:
         self.cells_total = cells_total
-        self.launches = 0
+        self.launches = self.overpromised = 0
         self.reset()
 
     def reset(self) -> None:
@@ -66,12 +67,24 @@ class CellLedger:
         """`step` ended with `free_cells` free. Raises `RuntimeError` if that is impossible."""
         if not 0 <= free_cells <= self.cells_total:
             raise RuntimeError(f"step {step} reports {free_cells} free cells of {self.cells_total}")
+        promised = self._reported
         while self._in_flight and self._in_flight[0].step <= step:
-            self._in_flight.popleft()
+            launched = self._in_flight.popleft()
+            promised += launched.drained - launched.popped
+        self._compare(promised, free_cells)
         self._reported = free_cells
 
     def resync(self, free_cells: int) -> None:
         """Exact count after a drain with nothing in flight."""
+        self._compare(self.available, free_cells)
         self._in_flight.clear()
         self._queued = 0
         self._reported = free_cells
+
+    def check(self) -> list[str]:
+        """Violations of "never more than there is" since the last time asked."""
+        worst, self.overpromised = self.overpromised, 0
+        return [f"the ledger promised {worst} cells more than were free"] if worst else []
+
+    def _compare(self, promised: int, free_cells: int) -> None:
+        self.overpromised = max(self.overpromised, promised - free_cells)

@@ -95,7 +95,7 @@ class Settler:
         ledger = self._tree.token_to_kv_pool_allocator.ledger
         wanted = ledger.available + cells
         nodes = [node for node in self._tree.dense_nodes if node.lock_ref == 0]
-        # Nodes of one path share their time; the id makes the order the same on every rank.
+        # Nodes of one path were used at one time: the id makes every tensor-parallel rank take the same one first.
         for node in sorted(nodes, key=lambda node: (node.last_access_time, node.id)):
             if ledger.available >= wanted:
                 return

@@ -6,6 +6,7 @@ import copy
 import random
 from array import array
 from collections import deque
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,8 +23,11 @@ from kvzap_sglang.memory.head_token_sets import SetShape
 from kvzap_sglang.memory.layout import CellLayout
 from kvzap_sglang.presses.base import LayerInput
 from kvzap_sglang.radix_cache import KVPressRadixCache
+from kvzap_sglang.ranks import GatherDecisions, own_decisions
 from kvzap_sglang.request_options import cache_namespace
 from kvzap_sglang.runtime import KVPressRuntime, StepDecisions
+from kvzap_sglang.step_plan import StepPlan
+from kvzap_sglang.tree_checks import count_faults, scan_faults
 
 LAYERS, HEADS = 2, 3
 CONFIG = KVPressConfig(kv_press="kvzap", kv_press_threshold=0.0)
@@ -34,11 +38,12 @@ class CoinPress:
 
     digest = "coin"
 
-    def __init__(self, removed: float) -> None:
+    def __init__(self, removed: float, coins: torch.Generator) -> None:
         self.removed = removed
+        self._coins = coins
 
     def score(self, layer: int, inputs: LayerInput) -> torch.Tensor:
-        return torch.rand(len(inputs.positions), HEADS) - self.removed
+        return torch.rand(len(inputs.positions), HEADS, generator=self._coins) - self.removed
 
 
 class RowPool:
@@ -78,7 +83,11 @@ class Request:
 
 
 class Simulator:
-    """Launches steps and processes their results `lag` steps later, as overlap scheduling does."""
+    """Launches steps and processes their results `lag` steps later, as overlap scheduling does.
+
+    `tokens` is where sampled tokens come from; every rank of one model must be given the same. `attention` is
+    called where a step's attention would read the cells.
+    """
 
     def __init__(
         self,
@@ -90,9 +99,17 @@ class Simulator:
         removed: float,
         sparse: bool,
         recompute: bool = True,
+        seed: int | None = None,
+        tokens: random.Random | None = None,
+        pool: type[CellPool] = CellPool,
+        ranks: int = 1,
+        rank: int = 0,
+        gather: GatherDecisions = own_decisions,
     ) -> None:
         layout = CellLayout(LAYERS, HEADS, 4, 4, 4, physical, physical * headroom)
-        self.pool = CellPool(layout, torch.float32, "cpu")
+        self.pool = pool(layout, torch.float32, "cpu")
+        self._tokens = tokens or random.Random(random.random())
+        coins = torch.Generator().manual_seed(self._tokens.randrange(2**31) if seed is None else seed)
         cache = SimpleNamespace(cells=self.pool)
         self.allocator = KVPressAllocator(physical * headroom, torch.float32, "cpu", cache, False)  # type: ignore[arg-type]
         self.rows = RowPool(8, 512)
@@ -109,14 +126,21 @@ class Simulator:
                 "kv_press_hit_window": "recompute" if recompute else "accept",
             }
         )
-        self.tree = KVPressRadixCache(params, config, SetShape(layout.cells_per_token), LAYERS)
+        self.tree = KVPressRadixCache(params, config, SetShape(layout.cells_per_token, ranks, rank), LAYERS)
         self.runtime = KVPressRuntime(
-            CoinPress(removed), self.allocator, self.rows.req_to_token, config, result_lag=lag
+            CoinPress(removed, coins),
+            self.allocator,
+            self.rows.req_to_token,
+            config,
+            result_lag=lag,
+            gather=gather,
         )
         self.runtime.attach_tree(self.tree)
         self.lag = lag
         self.window = window
+        self.sparse = sparse
         self.results: deque[tuple[StepDecisions, Any]] = deque()
+        self.attention: Callable[[StepPlan], None] = lambda plan: None
         self.chunked: Request | None = None
         self.running: list[Request] = []
 
@@ -203,6 +227,17 @@ class Simulator:
     def evict(self, tokens: int) -> None:
         self.tree.evict(EvictParams(num_tokens=tokens))
 
+    def reclaim(self, cells: int) -> None:
+        self.tree.settler.reclaim(cells)
+
+    def flush(self) -> bool:
+        """Forget everything, if nothing runs (SGLang's `flush_cache`)."""
+        if self.running or self.chunked is not None or self.results:
+            return False
+        self.tree.reset()
+        self.allocator.clear()
+        return True
+
     def settle_results(self) -> None:
         """Process every outstanding result."""
         while self.results:
@@ -216,8 +251,14 @@ class Simulator:
             faults.append(f"ledger promises {self.allocator.ledger.available} of {truth}")
         if not self.results:
             self.allocator.available_cells()  # drains: the sets describe what is left then
-            faults += self.tree.check_sets()
+            faults += scan_faults(self.tree)
+            faults += [] if self.unlaunched else count_faults(self.tree)
         return faults
+
+    @property
+    def unlaunched(self) -> bool:
+        """A request holds a lock and no row yet: a server is not idle then."""
+        return self.chunked is not None and self.chunked.kv.req_pool_idx is None
 
     def _queued_cells(self) -> int:
         """Cells that the next drain will free."""
@@ -248,6 +289,7 @@ class Simulator:
         positions = torch.cat([torch.arange(row.start, row.end) for row in plan.rows])
         for layer in range(LAYERS):
             self.runtime.score(layer, LayerInput(positions, positions, positions))
+        self.attention(plan)
         self.runtime.end()
         self.results.append((self.runtime.take_decisions(), (decode, samples, list(requests))))
         while len(self.results) > self.lag:
@@ -261,11 +303,11 @@ class Simulator:
             if request.done or request.kv.req_pool_idx is None:
                 continue
             if decode:
-                request.output_ids.append(random.randrange(4))
+                request.output_ids.append(self._tokens.randrange(4))
                 if len(request.output_ids) >= request.max_new:
                     self.finish(request)
             elif samples:
-                request.output_ids.append(random.randrange(4))
+                request.output_ids.append(self._tokens.randrange(4))
                 if request.max_new <= len(request.output_ids):
                     self.finish(request)
                 else:
