@@ -38,6 +38,7 @@ class Server(LocalServer):
         *,
         custom: Any = None,
         logprob: bool = False,
+        timeout: float = 1500,
         **params: Any,
     ) -> dict[str, Any]:
         """One greedy `/generate` call; the JSON answer. Raises for HTTP errors with the server's text."""
@@ -47,7 +48,7 @@ class Server(LocalServer):
         body: dict[str, Any] = {"input_ids": input_ids, "sampling_params": sampling}
         if logprob:
             body |= {"return_logprob": True, "top_logprobs_num": 2}
-        answer = requests.post(f"{self.url}/generate", json=body, timeout=1500)
+        answer = requests.post(f"{self.url}/generate", json=body, timeout=timeout)
         if not answer.ok:
             raise RuntimeError(f"{answer.status_code}: {answer.text}")
         return answer.json()
@@ -60,6 +61,15 @@ class Server(LocalServer):
     def press_info(self) -> dict[str, Any]:
         """`internal_states[0].kv_press` of `/server_info`."""
         return requests.get(f"{self.url}/server_info", timeout=60).json()["internal_states"][0]["kv_press"]
+
+    def wait_idle(self) -> dict[str, Any]:
+        """`press_info` once nothing but the tree holds cells. Raises when that takes over 20 s."""
+        for _ in range(200):
+            info = self.press_info()
+            if info["cells_free"] + info["cells_tree"] == info["cells_total"]:
+                return info
+            time.sleep(0.1)
+        raise AssertionError(f"cells are missing: {info}")
 
     def flush(self) -> None:
         """`/flush_cache`, waiting until the server is idle enough to accept it."""
