@@ -47,6 +47,7 @@ HOOKS: tuple[Hook, ...] = (
     # scheduling
     Hook(_SCHEDULER + "run_batch", HookType.AROUND, scheduling.run_batch),
     Hook(_SCHEDULER + "_get_new_batch_prefill_raw", HookType.AROUND, scheduling.next_prefill),
+    Hook(_SCHEDULER + "update_running_batch", HookType.AROUND, scheduling.update_running),
     Hook(
         "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req",
         HookType.AROUND,

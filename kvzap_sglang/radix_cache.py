@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
-from sglang.srt.mem_cache.base_prefix_cache import DecLockRefParams
-from sglang.srt.mem_cache.radix_cache import RadixCache, TreeNode
+from sglang.srt.mem_cache.base_prefix_cache import DecLockRefParams, MatchPrefixParams
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
 from kvzap_sglang.memory.allocator import KVPressAllocator
 from kvzap_sglang.memory.head_token_sets import BitArray, HeadTokenSets, concatenate
@@ -126,14 +126,34 @@ class KVPressRadixCache(RadixCache):
         return parent
 
     def checkpoint(self, req: Any, *, up_to: int) -> None:
-        super().checkpoint(req, up_to=up_to)
-        if self.disable:
+        if self.disable or (not req.finished() and self._would_lose(req, up_to)):
             return
+        super().checkpoint(req, up_to=up_to)
         row = self.rows[req.kv.req_pool_idx]
         if req.finished():
             self._settle_finished(req, row)
         if not req.last_node.head_token_sets.known.all():
             row.pending_node, row.pending_end = req.last_node, req.kv.cache_protected_len
+
+    def _would_lose(self, req: Any, up_to: int) -> bool:
+        """Whether the tree already has tokens that `req` computed itself and still needs whole, but pruned.
+
+        A checkpoint swaps a request's own tokens for the tree's. It waits for a later one, at the latest that of
+        the request's end, where it would take away what the rest of a dense prompt, or the window, has to see.
+        """
+        row = self.rows[req.kv.req_pool_idx]
+        in_dense_prompt = not self.sparse_prefill and up_to < len(req.origin_input_ids)
+        needed = row.hit if in_dense_prompt else up_to - self.window
+        start = max(req.kv.cache_protected_len, needed)
+        key = RadixKey(req.full_untruncated_fill_ids[:up_to], req.extra_key, cache_salt=req.cache_salt)
+        begin = 0
+        for node in self.path(self.match_prefix(MatchPrefixParams(key=key)).last_device_node):
+            sets = node.head_token_sets
+            part = slice(max(start - begin, 0), None)
+            if (sets.settled[part] & (sets.counts[part] < sets.cells_per_token)).any():
+                return True
+            begin += len(sets)
+        return False
 
     def fill_pending(self, row: RowState, start: int, packed: BitArray) -> None:
         """Decisions of `row`'s positions `[start, start + len(packed))` arrived after their checkpoint."""

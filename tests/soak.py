@@ -22,7 +22,7 @@ PROBE_TOKEN = 45000
 
 @dataclass
 class Tally:
-    """What happened. `ends`: answers by (asked ending, finish reason); `outputs`: tokens seen per stem, to stop at."""
+    """What happened. `ends`: answers by (asked ending, finish reason). `probes`: prompt, new tokens, answer."""
 
     ends: Counter[tuple[str, str]] = field(default_factory=Counter)
     retractions: int = 0
@@ -44,7 +44,7 @@ class Soak:
         """`requests` requests, every so often one of `probes` probes between them; polls counters meanwhile."""
         every = max(1, requests // probes)
         jobs = iter(range(requests))
-        timeout, connector = aiohttp.ClientTimeout(total=300), aiohttp.TCPConnector(limit=0)
+        timeout, connector = aiohttp.ClientTimeout(total=600), aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(self._url, timeout=timeout, connector=connector) as session:
             done = asyncio.Event()
             monitor = asyncio.create_task(self._monitor(session, done))

@@ -27,7 +27,7 @@ class Call:
         self._server = server
         sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True, **params}
         body = {"input_ids": input_ids, "stream": True, "rid": self.rid, "sampling_params": sampling}
-        self._connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=120)
+        self._connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=600)
         self._connection.request("POST", "/generate", json.dumps(body), {"Content-Type": "application/json"})
         self._answer: http.client.HTTPResponse | None = None
 
@@ -54,7 +54,7 @@ class Call:
 
     def abort(self) -> dict[str, Any]:
         """`/abort_request`, then the request's last chunk."""
-        requests.post(f"{self._server.url}/abort_request", json={"rid": self.rid}, timeout=60).raise_for_status()
+        requests.post(f"{self._server.url}/abort_request", json={"rid": self.rid}, timeout=600).raise_for_status()
         self.read(1 << 30)
         assert self.last is not None, "an aborted stream ended without a chunk"
         return self.last

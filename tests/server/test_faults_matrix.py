@@ -25,7 +25,7 @@ pytestmark = pytest.mark.server
 LONG = 2000
 
 
-def until(condition: Callable[[], bool], what: str, seconds: float = 30) -> None:
+def until(condition: Callable[[], bool], what: str, seconds: float = 600) -> None:
     """Poll `condition`; raises when it does not come true."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -36,7 +36,7 @@ def until(condition: Callable[[], bool], what: str, seconds: float = 30) -> None
 
 def queue_length(server: Server) -> int:
     """Requests that the scheduler holds back."""
-    loads = requests.get(f"{server.url}/v1/loads", timeout=60).json()["loads"]
+    loads = requests.get(f"{server.url}/v1/loads", timeout=600).json()["loads"]
     return sum(load["num_waiting_reqs"] for load in loads)
 
 
@@ -96,7 +96,7 @@ def test_leaving_in_the_middle_of_a_prompt(rig: Rig, way: str, beside: int) -> N
     rig.server.wait_idle()
     assert prefill_steps(rig.server) < before + 60, "the whole prompt ran: nothing was tested"
     # What the chunks left in the tree serves the same prompt.
-    again = rig.server.generate(prompt, 4, timeout=120)
+    again = rig.server.generate(prompt, 4, timeout=600)
     assert 2 * CHUNK <= again["meta_info"]["cached_tokens"] < len(prompt)
 
 
@@ -122,11 +122,13 @@ def test_leaving_in_decode(rig: Rig, way: str, reached: tuple[int, ...]) -> None
 
 def check_what_it_left(rig: Rig, prompt: list[int], last: dict[str, Any]) -> None:
     """An aborted answer's statistics fit its length; a turn on top of it finds all of it and is right."""
-    held = len(prompt) + len(last["output_ids"]) - 1
-    assert last["meta_info"]["kv_press"]["dense_cells"] == held * CELLS_PER_TOKEN
+    fewest = len(prompt) + len(last["output_ids"]) - 1
+    # An abort also keeps the step that overlap had launched beyond the last output.
+    assert last["meta_info"]["kv_press"]["dense_cells"] in (fewest * CELLS_PER_TOKEN, (fewest + 1) * CELLS_PER_TOKEN)
     turn = prompt + last["output_ids"] + [5, 6, 7]
-    found = rig.server.generate(turn, 8, timeout=120)
-    if rig.prefill == "sparse" and found["meta_info"]["cached_tokens"] >= held:
+    found = rig.server.generate(turn, 8, timeout=600)
+    assert found["meta_info"]["cached_tokens"] >= fewest
+    if rig.prefill == "sparse":
         # A hit equals a cold run there; dense prefill differs by design.
         assert found["output_ids"] == rig.cold(turn, 8)
 
@@ -157,7 +159,7 @@ def test_pausing_a_busy_server(rig: Rig, mode: str) -> None:
 
 
 def post(rig: Rig, path: str, body: dict[str, Any]) -> requests.Response:
-    return requests.post(f"{rig.server.url}/{path}", json=body, timeout=60)
+    return requests.post(f"{rig.server.url}/{path}", json=body, timeout=600)
 
 
 def test_flush_under_traffic(rig: Rig) -> None:

@@ -63,7 +63,7 @@ def check_probes(server: Server, soak: Soak) -> int:
         if answer["meta_info"]["num_retractions"] and len(prompt) + new_tokens > WINDOW:
             continue
         server.flush()
-        alone = server.generate(prompt, new_tokens, logprob=True, timeout=120)
+        alone = server.generate(prompt, new_tokens, logprob=True, timeout=600)
         compared += assert_same_generation(alone, answer, tolerance=2e-3)
     assert compared > 2 * len(soak.tally.probes)
     return compared
