@@ -1,10 +1,10 @@
-"""Run every benchmark (`make bench`): decode attention, then serving. About 15 minutes on two cores."""
+"""Run every benchmark (`make bench`): decode attention, serving, a pool that is too small."""
 
 from __future__ import annotations
 
 import sys
 
-from benchmarks import decode_attention, serving
+from benchmarks import decode_attention, pressure, serving
 from scripts.demo import find_surrogate
 
 
@@ -13,6 +13,7 @@ def main() -> None:
     for title, run, arguments in (
         ("decode attention", decode_attention.main, []),
         ("serving", serving.main, ["--surrogate", surrogate]),
+        ("pressure", pressure.main, ["--surrogate", surrogate]),
     ):
         print(f"\n== {title}", flush=True)
         sys.argv = [title, *arguments]

@@ -48,6 +48,7 @@ HOOKS: tuple[Hook, ...] = (
     # scheduling
     Hook(_SCHEDULER + "run_batch", HookType.AROUND, scheduling.run_batch),
     Hook(_SCHEDULER + "_get_new_batch_prefill_raw", HookType.AROUND, scheduling.next_prefill),
+    Hook(_SCHEDULER + "update_running_batch", HookType.AROUND, scheduling.update_running),
     Hook(_SCHEDULER + "_create_generation_req", HookType.AROUND, scheduling.create_request),
     Hook(_ADDER + "add_one_req", HookType.AROUND, scheduling.add_one_req),
     Hook(_ADDER + "add_chunked_req", HookType.AROUND, scheduling.add_chunked_req),

@@ -53,3 +53,12 @@ def make_surrogate(
         config["default_threshold"] = default_threshold
     (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return path
+
+
+def tiny_press(folder: Path, threshold: str = "0") -> tuple[str, ...]:
+    """Flags of a press for the tiny models: condemns about half of all pairs at 0, window 32."""
+    make_surrogate(folder, hidden=64, layers=2, kv_heads=2)
+    return (
+        *("--kv-press", "kvzap", "--kv-press-model", str(folder)),
+        *(f"--kv-press-threshold={threshold}", "--kv-press-window", "32"),
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
@@ -11,6 +12,8 @@ from kvzap_sglang.hooks.carried import carried_decisions, carry_decisions
 from kvzap_sglang.memory.allocator import KVPressAllocator
 from kvzap_sglang.request_options import OptionError, cache_namespace, check_options, parse_options
 from kvzap_sglang.runtime import KVPressRuntime
+
+logger = logging.getLogger(__name__)
 
 
 def runtime_of(scheduler: Any) -> KVPressRuntime | None:
@@ -116,6 +119,32 @@ def next_prefill(
         )
         scheduler._pending_chunked_abort_req = waiting
     return batch, running
+
+
+def update_running(original: Callable[..., Any], scheduler: Any, batch: Any) -> Any:
+    """A half-prefilled prompt gives its cells to the last running request, which SGLang would fail instead."""
+    waiting = scheduler.chunked_req
+    if runtime_of(scheduler) is None or waiting is None or batch.batch_size() != 1:
+        return original(scheduler, batch)
+    if scheduler._reqs_finishing_inflight(batch) or batch.check_decode_mem():
+        return original(scheduler, batch)
+    if waiting.inflight_middle_chunks > 0:
+        # Its last chunk has not reported yet; until then nothing of it can be taken back.
+        return None
+    from sglang.srt.managers.schedule_batch import retract_all
+
+    retract_all(
+        reqs=[waiting],
+        req_to_token_pool=scheduler.req_to_token_pool,
+        token_to_kv_pool_allocator=scheduler.token_to_kv_pool_allocator,
+        tree_cache=scheduler.tree_cache,
+        hisparse_coordinator=None,
+        offload_kv=False,
+    )
+    scheduler.chunked_req = None
+    scheduler._add_request_to_queue(waiting, is_retracted=True)
+    logger.warning("KV cells are out: a half-prefilled prompt goes back to the queue. #retracted_reqs: 1")
+    return original(scheduler, batch)
 
 
 def validate_request(original: Callable[..., Any], manager: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:

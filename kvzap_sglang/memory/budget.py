@@ -102,11 +102,25 @@ class KVPressPrefillBudget(PrefillBudget):
         chunk_limit: int | None,
         auxiliary_swa_host_hit_length: int = 0,
     ) -> tuple[bool, int | None]:
-        fits_slots = total_tokens < super().remaining_total
+        if total_tokens >= super().remaining_total:
+            return False, None
         demand = self.physical_demand(extend_input_len, total_tokens - extend_input_len, chunk_limit)
-        if fits_slots and demand < self.physical_remaining:
+        if demand < self.physical_remaining:
             return True, chunk_limit
+        if self.total_offset == 0:
+            return self._check_alone(extend_input_len, chunk_limit)
         return False, None
+
+    def _check_alone(self, extend_tokens: int, chunk_limit: int | None) -> tuple[bool, int | None]:
+        """`check_prefill` while nothing runs: what is short now stays short, so whatever can start must.
+
+        The demand is a guess, and the answer may end early. Should the cells run out after all, the request
+        ends with an error; left in the queue, it and all behind it would wait for ever.
+        """
+        available = int(self._dense_tokens_available())
+        if self.tree_cache.sparse_prefill and chunk_limit is not None:
+            return (True, min(chunk_limit, available)) if available > 0 else (False, None)
+        return (True, chunk_limit) if extend_tokens < available else (False, None)
 
     def can_allocate_prefill(
         self,

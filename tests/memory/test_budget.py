@@ -14,7 +14,10 @@ CELLS_PER_TOKEN = 10
 PRUNED, DENSE = -3.0, 0.0  # thresholds of two classes of requests; the second keeps everything
 
 
-def make_budget(*, free_tokens: int, kept: float, sparse: bool = False, slots: int = 10_000) -> KVPressPrefillBudget:
+def make_budget(
+    *, free_tokens: int, kept: float, sparse: bool = False, slots: int = 10_000, running: float = 1e-6
+) -> KVPressPrefillBudget:
+    """`running`: tokens that running requests may still generate; by default there is one that is about to end."""
     layout = SimpleNamespace(cells_per_token=CELLS_PER_TOKEN)
     allocator: Any = SimpleNamespace(
         page_size=1,
@@ -34,6 +37,7 @@ def make_budget(*, free_tokens: int, kept: float, sparse: bool = False, slots: i
     )
     budget = KVPressPrefillBudget(allocator, tree)
     budget.consider(PRUNED)
+    budget.total_offset += running  # as SGLang's adder does for running requests
     return budget
 
 
@@ -81,8 +85,7 @@ def test_admitted_requests_are_charged() -> None:
 
 
 def test_running_requests_are_charged_at_the_kept_fraction() -> None:
-    budget = make_budget(free_tokens=1000, kept=0.5)
-    budget.total_offset += 800  # as SGLang's adder does for running requests
+    budget = make_budget(free_tokens=1000, kept=0.5, running=800)
     assert budget.physical_remaining == pytest.approx(600)
 
 
@@ -91,6 +94,26 @@ def test_a_class_that_keeps_everything_is_charged_everything() -> None:
     budget.consider(DENSE)
     assert not admits(budget, 600, 2900)
     assert admits(budget, 600, 399)
+
+
+@pytest.mark.parametrize(
+    ("sparse", "extend", "new", "chunk", "expected"),
+    [
+        (False, 499, 5000, 64, (True, 64)),  # the prompt fits: its answer may end early
+        (False, 500, 5000, 64, (False, None)),  # it does not, and will be refused
+        (True, 4000, 10, 64, (True, 64)),  # pruned chunk by chunk: nobody knows what will be kept
+        (True, 4000, 10, 2048, (True, 500)),  # a chunk of what there is
+        (True, 4000, 10, None, (False, None)),
+    ],
+)
+def test_alone_a_request_starts_if_it_can(
+    sparse: bool, extend: int, new: int, chunk: int | None, expected: tuple[bool, int | None]
+) -> None:
+    """Nothing runs that could free more: to wait would be to wait for ever."""
+    asked = {"extend_input_len": extend, "total_tokens": extend + new, "max_new_tokens": new, "input_tokens": extend}
+    for running, answer in ((0, expected), (1, (False, None))):
+        budget = make_budget(free_tokens=500, kept=1.0, sparse=sparse, running=running)
+        assert budget.check_prefill(**asked, swa_host_hit_length=0, chunk_limit=chunk) == answer
 
 
 def test_slots_still_bound() -> None:

@@ -82,7 +82,7 @@ def test_a_hit_equals_a_cold_run(sparse: Server) -> None:
         for prompt, hit in zip(wave, hits, strict=True):
             compared += assert_same_generation(cold(sparse, prompt, 8), hit, tolerance=1e-4)
             reused += hit["meta_info"]["cached_tokens"]
-    info = sparse.idle_info()
+    info = sparse.wait_idle()
     assert compared > 1000 and reused > 5000
     assert info["healed_cells_total"] > 0 and info["pruned_cells_total"] > 10_000
     assert (info["reclaimed_cells_total"] == 0) == (info["physical_tokens"] > 10_000)
@@ -97,11 +97,11 @@ def check_branches(server: Server, depth: int) -> None:
     rounds = []
     for order in (prompts, prompts[::-1]):
         server.flush()
-        before = server.idle_info()
+        before = server.wait_idle()
         server.generate(stem, 8)
         answers = [server.generate(prompt, 12, logprob=True) for prompt in order]
         assert [a["meta_info"]["cached_tokens"] for a in answers] == [point - depth, point, point]
-        info = server.idle_info()
+        info = server.wait_idle()
         assert info["recomputed_tokens_total"] - before["recomputed_tokens_total"] == depth
         healed = info["healed_cells_total"] - before["healed_cells_total"]
         assert 0 < healed < WINDOW * LAYERS * 2
@@ -131,7 +131,7 @@ def test_requests_share_only_with_their_like(dense: Server) -> None:
     again = [dense.generate(**call)["meta_info"]["cached_tokens"] for call in calls]
     assert again == [len(stem) - 1] * len(calls)
     assert dense.generate(stem, 1, extra_key="another tenant")["meta_info"]["cached_tokens"] == 0
-    dense.idle_info()
+    dense.wait_idle()
 
 
 def test_dense_branches_recompute_one_window_once(dense: Server) -> None:

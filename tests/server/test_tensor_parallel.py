@@ -63,7 +63,7 @@ def test_two_ranks_answer_like_one(tmp_path: Path) -> None:
     for two in start(tmp_path / "two", 2, "dense", 16000):
         answers = ordered(two, second_turns) + together(two)
         stats = two.generate(expected[0]["prompt"], 40, custom={"return_kept": True})["meta_info"]["kv_press"]
-        two.idle_info()
+        two.wait_idle()
     compared = [assert_same_generation(a, b, tolerance=1e-4) for a, b in zip(expected, answers, strict=True)]
     assert sum(compared) > 400
     for one_turn, two_turns in zip(expected, answers, strict=True):
