@@ -43,11 +43,12 @@ def random_problem(lengths: list[int], batch: int, group: int, dim: int, dtype: 
     return torch.randn(batch, heads * group, dim, generator=rng).to(dtype), k, v, lists
 
 
-def check(decode, q, k, v, lists, scale: float) -> None:
+def check(decode, q, k, v, lists, scale: float, fp32: float = oracle.TOLERANCE[torch.float32]) -> None:
+    """fp32: tolerance of that type."""
     expected, expected_lse = oracle.decode(q, k, v, lists, scale)
     out, lse = decode(q, k, v, oracle.ragged(lists), scale)
     assert out.dtype == q.dtype and out.shape == q.shape and lse.dtype == torch.float32
-    tolerance = oracle.TOLERANCE[q.dtype]
+    tolerance = fp32 if q.dtype == torch.float32 else oracle.TOLERANCE[q.dtype]
     torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
 
@@ -77,7 +78,8 @@ def test_heads_of_very_different_lengths(decode, rng: torch.Generator) -> None:
 def test_large_scores_neither_overflow_nor_lose_the_peak(decode, dtype: torch.dtype, rng: torch.Generator) -> None:
     q, k, v, lists = random_problem([700, 33], 1, 3, 64, dtype, rng)
     ramp = torch.linspace(1, 40, k.shape[0])[:, None]
-    check(decode, q, (k.float() * ramp).to(dtype), v, lists, 1.0)
+    # Scores of some hundreds carry a rounding error of 1e-5 to 1e-4 in fp32, and so do their exponentials.
+    check(decode, q, (k.float() * ramp).to(dtype), v, lists, 1.0, fp32=5e-4)
 
 
 def test_pools_with_foreign_row_strides_and_query_views(decode, rng: torch.Generator) -> None:

@@ -56,4 +56,4 @@ def test_a_slot_that_is_freed_while_it_waits_is_freed_once() -> None:
     allocator.drain()
     assert allocator.cells.check() == []
     assert allocator.cells.held(slots).tolist() == [0, 0, HEADS, HEADS]
-    assert allocator.pruned_cells == CONDEMNED_CELLS // 2
+    assert allocator.pruned_cells == CONDEMNED_CELLS  # settled first, in the order of the queue
