@@ -38,7 +38,7 @@ class Soak:
         self._url, self._longest, self._new_tokens = url, longest, new_tokens
         self._rng = random.Random(seed)
         self._stems = [tokens(self._rng, longest - 8) for _ in range(4)]
-        self._seen = [0]
+        self._answered: list[tuple[list[int], list[int]]] = []
 
     async def run(self, requests: int, probes: int, workers: int) -> None:
         """`requests` requests, every so often one of `probes` probes between them; polls counters meanwhile."""
@@ -74,18 +74,23 @@ class Soak:
     async def _request(self, session: aiohttp.ClientSession, ending: str) -> None:
         rng = self._rng
         new_tokens = rng.randint(1, 4) if ending == "length" else rng.randint(2, self._new_tokens)
-        sampling = greedy(new_tokens)
-        if ending == "stop token":
-            sampling["stop_token_ids"] = rng.sample(self._seen, min(len(self._seen), 40))
+        sampling, prompt = greedy(new_tokens), self._prompt()
+        if ending == "stop token" and self._answered:
+            # A prompt that was answered before, to stop at what it was answered with.
+            prompt, seen = rng.choice(self._answered)
+            sampling |= {"stop_token_ids": seen, "ignore_eos": False}
         elif ending == "stop string":
             sampling["stop"] = ["e", "a"]
-        body = {"input_ids": self._prompt(), "sampling_params": sampling, "rid": uuid.uuid4().hex}
+        body = {"input_ids": prompt, "sampling_params": sampling, "rid": uuid.uuid4().hex}
         if ending in ("abort", "disconnect"):
             await self._leave(session, ending, body)
             return
         async with session.post("/generate", json=body) as answer:
             assert answer.ok, await answer.text()
-            self._count(ending, await answer.json())
+            done = await answer.json()
+        self._count(ending, done)
+        if ending == "length":
+            self._answered = [*self._answered[-50:], (prompt, done["output_ids"])]
 
     async def _leave(self, session: aiohttp.ClientSession, ending: str, body: dict[str, Any]) -> None:
         """Stream, and end it after a moment or after the first chunks."""
@@ -110,7 +115,6 @@ class Soak:
         meta = answer["meta_info"]
         self.tally.ends[ending, meta["finish_reason"]["type"]] += 1
         self.tally.retractions += meta.get("num_retractions") or 0
-        self._seen = (self._seen + answer["output_ids"])[-200:]
 
     async def _monitor(self, session: aiohttp.ClientSession, done: asyncio.Event) -> None:
         """Every counter is a count, whenever one looks."""
