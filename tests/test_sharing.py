@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from sglang.srt.mem_cache.radix_cache import TreeNode
 
+from kvzap_sglang.memory.head_token_sets import HeadTokenSets, SetShape
 from kvzap_sglang.sharing.recompute import usable_prefix
+from kvzap_sglang.sharing.settling import Reaches, Settler, Span
 from tests.memory.simulator import HEADS, LAYERS, Request, Simulator
 
 PAIRS = LAYERS * HEADS
@@ -267,3 +271,18 @@ def test_two_requests_that_compute_one_prefix_at_a_time_keep_their_windows(spars
     simulator.finish(shorter)
     simulator.finish(longer)
     assert simulator.check() == [] and simulator.tree.tree_cells() + simulator.pool.free_cells == 200 * PAIRS
+
+
+def test_a_window_passes_over_healed_tokens() -> None:
+    """What a step frees is what the sets say: healed tokens amid others keep their condemned cells."""
+    sets = HeadTokenSets.unknown(10, SetShape(PAIRS))
+    sets.fill(0, np.zeros((10, 1, sets.shape.rank_bytes), np.uint8))
+    sets.healed[4:6] = True
+    node: Any = SimpleNamespace(head_token_sets=sets, lock_ref=1)
+    tree: Any = SimpleNamespace(spans=lambda _: [Span(node, 0, 10)], change=lambda _, change: change())
+    settler = Settler(tree)
+    row: Any = SimpleNamespace(node=node)
+    assert list(settler.pass_window(row, 0, 9, Reaches(tree))) == [(0, 4), (6, 9)]
+    assert sets.settled.tolist() == [True] * 4 + [False] * 2 + [True] * 3 + [False]
+    assert settler.settled_cells == 7 * PAIRS
+    assert list(settler.pass_window(row, 0, 10, Reaches(tree))) == [(9, 10)]

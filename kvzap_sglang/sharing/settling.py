@@ -73,8 +73,9 @@ class Settler:
             if bound is None or not (sets.owner is row or sets.known.all()):
                 continue
             low, high = max(begin, start), min(end, limit, bound)
-            if low < high and self._mark(node, _window(len(sets), low - begin, high - begin)):
-                yield low, high
+            if low < high:
+                fresh = self._mark(node, _window(len(sets), low - begin, high - begin))
+                yield from ((begin + first, begin + last) for first, last in _runs(fresh))
 
     def leave(self, row: RowState, held: int) -> None:
         """`row` was released, having held `held` tree-owned positions: settle what only it kept dense.
@@ -101,15 +102,14 @@ class Settler:
                 return
             self.reclaimed_cells += self._free(node, node.head_token_sets.dense_tail())
 
-    def _mark(self, node: TreeNode, where: BoolArray) -> bool:
-        """Mark tokens settled; the running step frees their cells. False when there is nothing to free."""
+    def _mark(self, node: TreeNode, where: BoolArray) -> BoolArray:
+        """Mark tokens settled whose cells the running step frees; returns which. Healed ones are not among them."""
         sets = node.head_token_sets
-        fresh = where & ~sets.settled & ~sets.healed
-        if not fresh.any():
-            return False
-        self.settled_cells += sets.condemned(fresh)
-        self._tree.change(node, lambda: sets.settled.__setitem__(fresh, True))
-        return True
+        fresh: BoolArray = where & ~sets.settled & ~sets.healed
+        if fresh.any():
+            self.settled_cells += sets.condemned(fresh)
+            self._tree.change(node, lambda: sets.settled.__setitem__(fresh, True))
+        return fresh
 
     def _free(self, node: TreeNode, where: BoolArray) -> int:
         """Order tokens settled at the next drain. Returns the cells that gives."""
@@ -132,3 +132,9 @@ def _window(n: int, start: int, end: int) -> BoolArray:
     """bool `[n]`, True in `[start, end)`."""
     index = np.arange(n)
     return (index >= start) & (index < end)
+
+
+def _runs(mask: BoolArray) -> Iterator[tuple[int, int]]:
+    """Index ranges `[start, end)` in which a mask is True."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(np.int8), [0]])))
+    yield from zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
