@@ -44,7 +44,7 @@ class Soak:
         """`requests` requests, every so often one of `probes` probes between them; polls counters meanwhile."""
         every = max(1, requests // probes)
         jobs = iter(range(requests))
-        timeout, connector = aiohttp.ClientTimeout(total=600), aiohttp.TCPConnector(limit=0)
+        timeout, connector = aiohttp.ClientTimeout(total=None), aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(self._url, timeout=timeout, connector=connector) as session:
             done = asyncio.Event()
             monitor = asyncio.create_task(self._monitor(session, done))

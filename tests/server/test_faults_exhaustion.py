@@ -10,6 +10,7 @@ import pytest
 
 from kvzap_sglang.observe import unpack_kept
 from tests.servers import Server, model_path, serve
+from tests.streams import Call
 from tests.surrogates import tiny_press
 from tests.workloads import tokens
 
@@ -24,11 +25,12 @@ SECONDS = 300
 @dataclass
 class Tight:
     """A server with 400 dense tokens of room. Prompts of one repeated token have the same score at every
-    position: `keeper` is a token of which every pair is kept, `fleeting` one of which none is."""
+    position: `keeper` and `other` are tokens of which every pair is kept, `fleeting` one of which none is."""
 
     server: Server
     prefill: str
     keeper: int
+    other: int
     fleeting: int
 
     def check(self) -> None:
@@ -56,9 +58,9 @@ def kept_share(server: Server, token: int) -> float:
     return float(unpack_kept(stats)[:8].mean())
 
 
-def find(server: Server, share: float) -> int:
-    """A token of whose pairs `share` is kept (there are 4 pairs: one token in 16 has all or none)."""
-    return next(token for token in range(1000, 1400) if kept_share(server, token) == share)
+def find(server: Server, share: float, first: int = 1000) -> int:
+    """A token from `first` on of whose pairs `share` is kept (there are 4 pairs: one token in 16 has all or none)."""
+    return next(token for token in range(first, first + 400) if kept_share(server, token) == share)
 
 
 @pytest.fixture(scope="module", params=["dense", "sparse"])
@@ -67,7 +69,8 @@ def tight_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
     flags = ("--dtype", "float32", "--chunked-prefill-size", str(CHUNK), "--max-running-requests", "4")
     flags += ("--max-total-tokens", str(ROOM), "--kv-press-prefill", request.param)
     with serve(model_path("tiny-llama-random"), folder / "server.log", *flags, *tiny_press(folder / "s")) as server:
-        yield Tight(server, request.param, find(server, 1.0), find(server, 0.0))
+        keeper = find(server, 1.0)
+        yield Tight(server, request.param, keeper, find(server, 1.0, keeper + 1), find(server, 0.0))
 
 
 @pytest.fixture
@@ -109,6 +112,20 @@ def test_prompt_of_three_times_the_room_that_prunes(tight: Tight) -> None:
 def test_two_prompts_that_do_not_fit_together(tight: Tight) -> None:
     """Twice two thirds of the room at once: one waits for the other, both are answered in full."""
     tight.expect_pruning()
-    prompts = [[tight.keeper] * 260, [tight.keeper + 1] * 260, tokens(random.Random(2), 260)]
+    prompts = [[tight.keeper] * 260, [tight.other] * 260, tokens(random.Random(2), 260)]
     answers = tight.server.generate_all([{"input_ids": p, "max_new_tokens": 20, "timeout": SECONDS} for p in prompts])
     assert [len(answer["output_ids"]) for answer in answers] == [20] * 3
+
+
+def test_a_prompt_gives_way_to_a_decode(tight: Tight) -> None:
+    """A prompt that keeps more than expected takes what a running answer still needs: it starts again later."""
+    tight.expect_pruning()
+    forced = {str(tight.keeper): 1000.0}
+    with Call(tight.server, [tight.keeper] * 100, 250, logit_bias=forced) as decoding:
+        assert decoding.read(5)
+        answer = tight.server.generate([tight.other] * 340, 10, timeout=SECONDS)
+        decoding.read(1 << 30)
+    assert len(answer["output_ids"]) == 10
+    assert decoding.last is not None and len(decoding.last["output_ids"]) == 250
+    if tight.prefill == "sparse":
+        assert "a half-prefilled prompt goes back to the queue" in tight.server.log()
