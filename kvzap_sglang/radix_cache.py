@@ -18,9 +18,9 @@ from kvzap_sglang.memory.row_state import RowState
 from kvzap_sglang.observe.output_streamer import STATS_ATTRIBUTE
 from kvzap_sglang.observe.request_stats import request_stats
 from kvzap_sglang.request_options import parse_options
+from kvzap_sglang.sharing.checks import count_faults, scan_faults
 from kvzap_sglang.sharing.recompute import usable_prefix
 from kvzap_sglang.sharing.settling import Settler, Span
-from kvzap_sglang.tree_checks import count_faults, scan_faults
 
 
 class KVPressRadixCache(RadixCache):
@@ -83,11 +83,12 @@ class KVPressRadixCache(RadixCache):
 
     def spans(self, node: TreeNode) -> Iterator[Span]:
         """Nodes and positions on the path to `node`, from its end up to the root."""
-        end = sum(len(n.key) for n in self.path(node))
-        while node is not self.root_node and node is not None:
-            begin = end - len(node.key)
-            yield Span(node, begin, end)
-            node, end = node.parent, begin
+        path = self.path(node)
+        end = sum(len(n.key) for n in path)
+        for part in reversed(path):
+            begin = end - len(part.key)
+            yield Span(part, begin, end)
+            end = begin
 
     def path_sets(self, node: TreeNode, end: int) -> HeadTokenSets:
         """Sets of the first `end` tokens on the path to `node`."""

@@ -19,7 +19,7 @@ from kvzap_sglang.memory.head_token_sets import BitArray, count_bits
 from kvzap_sglang.presses.base import LayerInput, Press
 from kvzap_sglang.radix_cache import KVPressRadixCache
 from kvzap_sglang.ranks import GatherDecisions, own_decisions
-from kvzap_sglang.reused_tokens import NO_REUSE, ReusedTokens
+from kvzap_sglang.sharing.reused_tokens import NO_REUSE, ReusedTokens
 from kvzap_sglang.step_plan import StepPlan, StepPlanner
 
 # Settled ranges from this length on are compacted: below it a copy costs more than it saves.

@@ -26,8 +26,8 @@ from kvzap_sglang.radix_cache import KVPressRadixCache
 from kvzap_sglang.ranks import GatherDecisions, own_decisions
 from kvzap_sglang.request_options import cache_namespace
 from kvzap_sglang.runtime import KVPressRuntime, StepDecisions
+from kvzap_sglang.sharing.checks import count_faults, scan_faults
 from kvzap_sglang.step_plan import StepPlan
-from kvzap_sglang.tree_checks import count_faults, scan_faults
 
 LAYERS, HEADS = 2, 3
 CONFIG = KVPressConfig(kv_press="kvzap", kv_press_threshold=0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ SMALL_ROOM = 900
 """Dense tokens: run_mixed needs several times as many, so that ranks must also evict and wait alike."""
 
 
+@contextmanager
 def start(folder: Path, ranks: int, prefill: str, room: int) -> Iterator[Server]:
     folder.mkdir(parents=True, exist_ok=True)
     make_surrogate(folder / "surrogate", hidden=64, layers=2, kv_heads=2, seed=4)
@@ -56,11 +58,11 @@ def together(server: Server) -> list[dict[str, Any]]:
 
 
 def test_two_ranks_answer_like_one(tmp_path: Path) -> None:
-    for one in start(tmp_path / "one", 1, "dense", 16000):
+    with start(tmp_path / "one", 1, "dense", 16000) as one:
         expected = ordered(one, None)
         second_turns = [answer["prompt"] for answer in expected[-6:]]
         expected += together(one)
-    for two in start(tmp_path / "two", 2, "dense", 16000):
+    with start(tmp_path / "two", 2, "dense", 16000) as two:
         answers = ordered(two, second_turns) + together(two)
         stats = two.generate(expected[0]["prompt"], 40, custom={"return_kept": True})["meta_info"]["kv_press"]
         two.wait_idle()
@@ -77,7 +79,7 @@ def test_two_ranks_answer_like_one(tmp_path: Path) -> None:
 
 
 def test_ranks_agree_when_memory_is_short(tmp_path: Path) -> None:
-    for two in start(tmp_path, 2, "sparse", SMALL_ROOM):
+    with start(tmp_path, 2, "sparse", SMALL_ROOM) as two:
         answers = run_mixed(two, 22)
         assert all(len(answer["output_ids"]) in (16, 24) for answer in answers)
         info = two.press_info()
