@@ -15,17 +15,14 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import requests
-from transformers import AutoTokenizer
 
 from benchmarks.machine import describe_machine
-from benchmarks.serving import press_flags
+from benchmarks.prose import prose_prompts
+from benchmarks.servers import press_flags, server_parser
 from kvzap_sglang.local_server import LocalServer, local_server
-
-PROSE = Path(__file__).parents[1] / "examples" / "handbook.md"
 
 
 @dataclass
@@ -51,17 +48,6 @@ class Pressure:
     def rate(self) -> float:
         """Completed tokens per second."""
         return self.tokens / self.seconds
-
-
-def prose_prompts(model: str, count: int, length: int) -> list[list[int]]:
-    """`count` prompts that start at different places of the handbook, read as a ring. Raises when it is too short.
-
-    Text matters: random tokens are pruned differently.
-    """
-    ids = list(AutoTokenizer.from_pretrained(model)(PROSE.read_text())["input_ids"])
-    if length > len(ids) or count > len(ids):
-        raise ValueError(f"{PROSE} has {len(ids)} tokens: too short for {count} prompts of {length}")
-    return [(ids * 2)[start : start + length] for start in range(0, count * (len(ids) // count), len(ids) // count)]
 
 
 def ask(url: str, prompt: list[int], new_tokens: int) -> dict[str, Any] | None:
@@ -135,18 +121,11 @@ def ratios(results: list[Pressure]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--model", default="models/SmolLM2-135M-Instruct")
-    parser.add_argument("--surrogate", required=True)
-    parser.add_argument("--out", type=Path, default=Path("benchmark-results"))
-    parser.add_argument("--threads", type=int, default=2)
+    parser = server_parser(__doc__, dtype="float32")
+    parser.set_defaults(new_tokens=256)
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--prompt", type=int, default=1500, help="tokens")
-    parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--pool", type=float, default=0.4, help="of the tokens that all requests hold densely")
-    parser.add_argument("--threshold", default="-3")
-    parser.add_argument("--dtype", default="float32", help="processors without bf16 arithmetic emulate bfloat16 slowly")
-    parser.add_argument("--skip-stock", action="store_true")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     machine = f"{describe_machine(args.threads)}, {args.dtype}"

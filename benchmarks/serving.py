@@ -23,6 +23,7 @@ import requests
 
 from benchmarks.machine import describe_machine
 from benchmarks.prose import prose_prompts
+from benchmarks.servers import press_flags, server_parser
 from kvzap_sglang.local_server import local_server
 
 SCORER_ROUNDS = 5
@@ -94,23 +95,12 @@ def server(model: str, log: Path, room: int, threads: int, *flags: str) -> Itera
         yield running.url
 
 
-def press_flags(surrogate: str, threshold: str) -> tuple[str, ...]:
-    return ("--kv-press", "kvzap", "--kv-press-model", surrogate, f"--kv-press-threshold={threshold}")
-
-
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--model", default="models/SmolLM2-135M-Instruct")
-    parser.add_argument("--surrogate", required=True)
-    parser.add_argument("--out", type=Path, default=Path("benchmark-results"))
-    parser.add_argument("--threads", type=int, default=2)
+    parser = server_parser(__doc__, dtype="bfloat16")
+    parser.set_defaults(new_tokens=32)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--long-context", type=int, default=4096, help="0 leaves pruned against unpruned out")
-    parser.add_argument("--new-tokens", type=int, default=32)
-    parser.add_argument("--threshold", default="-3")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--skip-stock", action="store_true")
     return parser.parse_args()
 
 
