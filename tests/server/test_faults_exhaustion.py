@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from kvzap_sglang.observe import unpack_kept
-from tests.servers import UNSEEN, Server, model_path, serve
+from tests.servers import Server, model_path, serve
 from tests.streams import Call
 from tests.surrogates import tiny_press
 from tests.workloads import tokens
@@ -117,7 +117,6 @@ def test_two_prompts_that_do_not_fit_together(tight: Tight) -> None:
     assert [len(answer["output_ids"]) for answer in answers] == [20] * 3
 
 
-@UNSEEN
 def test_a_prompt_gives_way_to_a_decode(tight: Tight) -> None:
     """A prompt that keeps more than expected takes what a running answer still needs: it starts again later."""
     tight.expect_pruning()

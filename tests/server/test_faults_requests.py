@@ -15,7 +15,6 @@ import pytest
 import requests
 
 from tests.server.conftest import CELLS_PER_TOKEN, RUNNING, WINDOW, Rig
-from tests.servers import UNSEEN
 from tests.workloads import tokens
 
 pytestmark = pytest.mark.server
@@ -156,7 +155,6 @@ def test_sessions(rig: Rig) -> None:
     requests.post(f"{rig.server.url}/close_session", json={"session_id": session}, timeout=600).raise_for_status()
 
 
-@UNSEEN
 @pytest.mark.parametrize("length", [5, 64, 100])
 def test_several_samples(rig: Rig, length: int) -> None:
     """`n` equal answers at temperature 0 when all run together; more of them queue, find a prompt that the first
@@ -174,7 +172,6 @@ def test_several_samples(rig: Rig, length: int) -> None:
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2, 3]}, "b": {"type": "boolean"}}, "required": ["a", "b"]}
 
 
-@UNSEEN
 def test_grammars(rig: Rig) -> None:
     """Constrained output, alone and beside free requests; the grammar ends the answer."""
     rng = random.Random(10)

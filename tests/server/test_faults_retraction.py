@@ -11,12 +11,12 @@ import pytest
 
 from tests.compare import assert_same_generation
 from tests.server.conftest import CHUNK, WINDOW
-from tests.servers import UNSEEN, Server, model_path, serve
+from tests.servers import Server, model_path, serve
 from tests.streams import Call
 from tests.surrogates import tiny_press
 from tests.workloads import tokens
 
-pytestmark = [pytest.mark.server, UNSEEN]
+pytestmark = pytest.mark.server
 
 
 @pytest.fixture(scope="module", params=["dense", "sparse"])

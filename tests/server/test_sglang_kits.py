@@ -38,7 +38,7 @@ from tests.kits import (
     SpecSamplingMaskKit,
     run_multiturn_cache_hit_test,
 )
-from tests.servers import UNSEEN, Server, model_path, serve
+from tests.servers import Server, model_path, serve
 from tests.shared_data import shared_surrogate
 from tests.surrogates import make_surrogate
 from tests.workloads import tokens
@@ -141,9 +141,6 @@ class TestMechanics(
     num_groups = 2
     branches_per_group = 2
     prefill_cache_assert = staticmethod(hit_or_recomputed)
-    test_multiturn_prefill_cache_hit_branching = UNSEEN(
-        UnifiedRadixTreeTestMixin.test_multiturn_prefill_cache_hit_branching
-    )
 
     # Need answers with sense: see TestAnswers.
     test_streaming_response = None

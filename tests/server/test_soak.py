@@ -11,11 +11,11 @@ import pytest
 
 from tests.compare import assert_same_generation
 from tests.server.conftest import WINDOW
-from tests.servers import UNSEEN, Server, model_path, serve
+from tests.servers import Server, model_path, serve
 from tests.soak import ENDINGS, Soak
 from tests.surrogates import tiny_press
 
-pytestmark = [pytest.mark.server, UNSEEN]
+pytestmark = pytest.mark.server
 
 # The full soak is KVZAP_SOAK_REQUESTS=5000; every run of all tests does a fifth of it.
 REQUESTS, WAVES, PROBES = int(os.environ.get("KVZAP_SOAK_REQUESTS", "1000")), 5, 4
