@@ -13,7 +13,15 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
 from kvzap_sglang.config import KVPressConfig
 from kvzap_sglang.memory.allocator import KVPressAllocator
-from kvzap_sglang.memory.head_token_sets import BitArray, BoolArray, HeadTokenSets, SetShape, concatenate
+from kvzap_sglang.memory.head_token_sets import (
+    MIXED,
+    BitArray,
+    BoolArray,
+    HeadTokenSets,
+    IndexArray,
+    SetShape,
+    concatenate,
+)
 from kvzap_sglang.memory.row_state import RowState
 from kvzap_sglang.observe.output_streamer import STATS_ATTRIBUTE
 from kvzap_sglang.observe.request_stats import request_stats
@@ -167,8 +175,7 @@ class KVPressRadixCache(RadixCache):
 
     def checkpoint(self, req: Any, *, up_to: int) -> None:
         row = None if self.disable else self.rows[req.kv.req_pool_idx]
-        if row is not None and row.heal_start < row.heal_end and up_to < row.heal_end:
-            # Still recomputing what the tree has: published once the tree's tokens can be healed with it.
+        if row is not None and self._stays_private(req, row, up_to):
             return
         super().checkpoint(req, up_to=up_to)
         if row is None:
@@ -176,6 +183,31 @@ class KVPressRadixCache(RadixCache):
         row.node = req.last_node
         if not req.last_node.head_token_sets.known.all():
             row.pending_node, row.pending_end = req.last_node, req.kv.cache_protected_len
+
+    def _stays_private(self, req: Any, row: RowState, up_to: int) -> bool:
+        """Whether the request goes on with its own copies of what the tree has, and publishes nothing yet.
+
+        It does until what it recomputes is complete, for then the tree can be healed with it. And in a dense prefill
+        a running request does while the tree's tokens were computed from another cached prefix: their cells are not
+        quite its own, and its answer would depend on who else runs, and on where its chunks end.
+        """
+        if row.heal_start < row.heal_end and up_to < row.heal_end:
+            return True
+        if self.sparse_prefill or req.finished() or not req.last_node.children:
+            return False
+        first = max(req.kv.cache_protected_len, row.heal_end)
+        for node, begin, end in self.spans(self._published(req, req.full_untruncated_fill_ids[:up_to])):
+            if end <= first:
+                break
+            low = max(begin, first)
+            if (node.head_token_sets.origin[low - begin :] != row.origin(low, end)).any():
+                return True
+        return False
+
+    def _published(self, req: Any, token_ids: Any) -> TreeNode:
+        """The node where the tree's match of a request's tokens ends."""
+        key = RadixKey(token_ids, req.extra_key, cache_salt=req.cache_salt)
+        return super().match_prefix(MatchPrefixParams(key=key)).last_device_node
 
     def fill_pending(self, row: RowState, start: int, packed: BitArray) -> None:
         """Decisions of `row`'s positions `[start, start + len(packed))` arrived after their checkpoint."""
@@ -199,18 +231,17 @@ class KVPressRadixCache(RadixCache):
         if row.heal_start == row.heal_end and not req.last_node.children:
             return 0  # nobody has more of this prefix than the request holds
         start = req.kv.cache_protected_len
-        key = RadixKey(token_ids, req.extra_key, cache_salt=req.cache_salt)
-        match = super().match_prefix(MatchPrefixParams(key=key))
-        slots = self.path_device_indices(match.last_device_node)[start:]
+        last = self._published(req, token_ids)
+        slots = self.path_device_indices(last)[start:]
         mine = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, start : start + len(slots)]
         taken = 0
-        for node, begin, end in self.spans(match.last_device_node):
+        for node, begin, end in self.spans(last):
             if end <= start:
                 break
             position = np.arange(begin, end)
             branch = (position >= row.heal_start) & (position < row.heal_end)
             where = (position >= start) & (branch | (position >= row.reach)) & node.head_token_sets.settled
-            taken += self._unsettle(node, where, branch)
+            taken += self._unsettle(node, where, branch, row.origin(begin, end))
             chosen = torch.from_numpy(position[where] - start).to(slots.device)
             if len(chosen):
                 self.token_to_kv_pool_allocator.queue_heal(slots[chosen], mine[chosen])
@@ -218,14 +249,18 @@ class KVPressRadixCache(RadixCache):
         self.healed_cells += taken
         return taken
 
-    def _unsettle(self, node: TreeNode, where: BoolArray, branch: BoolArray) -> int:
-        """Tokens of the mask `where` are dense again, those of `branch` to stay. Returns the cells that takes."""
+    def _unsettle(self, node: TreeNode, where: BoolArray, branch: BoolArray, origin: IndexArray) -> int:
+        """Tokens of the mask `where` are dense again, those of `branch` to stay. Returns the cells that takes.
+
+        origin: of the cells that they get.
+        """
         sets = node.head_token_sets
         before = sets.cells()
 
         def heal() -> None:
             sets.settled[where] = False
             sets.healed[branch] = True
+            sets.origin[where & (sets.origin != origin)] = MIXED
 
         self.change(node, heal)
         return sets.cells() - before

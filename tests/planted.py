@@ -27,6 +27,7 @@ from kvzap_sglang.memory.ledger import CellLedger
 from kvzap_sglang.memory.row_state import RowState
 from kvzap_sglang.presses.surrogate import SurrogateConfig, SurrogateError, check_fits
 from kvzap_sglang.request_options import OptionError, check_options, parse_options
+from kvzap_sglang.sharing.checks import scan_faults
 from tests.memory.simulator import CONFIG, Request, Simulator
 
 NO_TOKEN = torch.empty(0, dtype=torch.int64)
@@ -72,7 +73,7 @@ def node_says_more_than_the_table() -> None:
     simulator = idle_simulator()
     (node,) = simulator.tree.nodes()
     simulator.pool.settle(node.value)
-    reported(simulator.tree.check_sets())
+    reported(scan_faults(simulator.tree))
 
 
 def idle_simulator() -> Simulator:

@@ -10,9 +10,12 @@ import numpy.typing as npt
 BoolArray = npt.NDArray[np.bool_]
 BitArray = npt.NDArray[np.uint8]
 CountArray = npt.NDArray[np.int32]
+IndexArray = npt.NDArray[np.int64]
 
 _POPCOUNT = np.array([bin(byte).count("1") for byte in range(256)], dtype=np.uint8)
-_ARRAYS = ("packed", "counts", "known", "settled", "healed")
+_ARRAYS = ("packed", "counts", "known", "settled", "healed", "origin")
+MIXED = -1
+"""Origin of a token whose kept and condemned cells come from different computations."""
 
 
 class SetShape(NamedTuple):
@@ -46,6 +49,7 @@ class HeadTokenSets:
         settled: bool `[n]`, True once its condemned cells were ordered free.
         healed: bool `[n]`, True where recomputed cells took the place of settled ones: the end of a prefix that
             requests branch from, left dense until memory is short.
+        origin: int64 `[n]`, what the tokens were computed from (`RowState.origin`), `MIXED` where that is no one thing.
         owner: whose decisions will fill the unknown tokens.
     """
 
@@ -58,11 +62,12 @@ class HeadTokenSets:
         known: BoolArray,
         settled: BoolArray,
         healed: BoolArray,
+        origin: IndexArray,
         shape: SetShape,
         owner: object | None = None,
     ) -> None:
         self.packed, self.counts, self.known = packed, counts, known
-        self.settled, self.healed = settled, healed
+        self.settled, self.healed, self.origin = settled, healed, origin
         self.shape = shape
         self.owner = owner
 
@@ -72,17 +77,17 @@ class HeadTokenSets:
         packed = np.zeros((n, shape.ranks, shape.rank_bytes), np.uint8)
         counts = np.zeros((n, shape.ranks), np.int32)
         known, settled, healed = (np.zeros(n, np.bool_) for _ in range(3))
-        return cls(packed, counts, known, settled, healed, shape, owner)
+        return cls(packed, counts, known, settled, healed, np.zeros(n, np.int64), shape, owner)
 
     def __len__(self) -> int:
         return len(self.counts)
 
     def cut(self, start: int, end: int) -> HeadTokenSets:
         """An independent copy of tokens `[start, end)`."""
-        part = slice(start, end)
-        packed, counts, known = self.packed[part].copy(), self.counts[part].copy(), self.known[part].copy()
-        settled, healed = self.settled[part].copy(), self.healed[part].copy()
-        return HeadTokenSets(packed, counts, known, settled, healed, self.shape, self.owner)
+        part = HeadTokenSets.unknown(0, self.shape, self.owner)
+        for name in _ARRAYS:
+            setattr(part, name, getattr(self, name)[start:end].copy())
+        return part
 
     def grown(self, capacity: int) -> HeadTokenSets:
         """A copy with room for `capacity` tokens, the new ones unknown."""

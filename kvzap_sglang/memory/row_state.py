@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
-from kvzap_sglang.memory.head_token_sets import BitArray, HeadTokenSets, SetShape
+from kvzap_sglang.memory.head_token_sets import BitArray, HeadTokenSets, IndexArray, SetShape
 
 
 class RowState:
@@ -66,7 +67,18 @@ class RowState:
         """Copy of positions `[start, end)`. Raises `RuntimeError` below `hit`: the tree owns those."""
         if start < self.hit:
             raise RuntimeError(f"kv press: positions from {start} asked of a row that starts at {self.hit}")
-        return self._sets.cut(start - self.hit, end - self.hit)
+        part = self._sets.cut(start - self.hit, end - self.hit)
+        part.origin = self.origin(start, end)
+        return part
+
+    def origin(self, start: int, end: int) -> IndexArray:
+        """int64 `[end - start]`: equal for two requests at a position where a dense prefill gives both the same cells.
+
+        That takes the same cached prefix, since what is cached is seen pruned; generated tokens also see the prompt
+        pruned.
+        """
+        positions = np.arange(start, end, dtype=np.int64)
+        return np.where(positions < self.prompt_end, self.hit, self.hit + (self.prompt_end << 32))
 
     def cells(self, start: int, end: int) -> int:
         """Cells that positions `[start, end)` occupy (conservative, see `HeadTokenSets.cells`)."""

@@ -159,12 +159,10 @@ def test_three_lengths_stay_apart(sizes: list[int], shared: int, lag: int, spars
     check_empty(simulator)
 
 
-@LAGS
-@BOTH_RULES
-def test_two_mappings_of_the_last_prompt_token(lag: int, sparse: bool) -> None:
+def test_two_mappings_of_the_last_prompt_token() -> None:
     """A fully cached prompt computes its last token anew, and the tree has it too: a step launched before the result
     reads the new cells, later ones the tree's. Both are whole and right as long as somebody reads them."""
-    simulator = make(lag=1, sparse=sparse)
+    simulator = make(lag=1, sparse=True)
     serve(simulator, Request(1, prompt(0, 20), 6))
     request = Request(2, prompt(0, 20), 6)
     prefill(simulator, request)
@@ -181,6 +179,38 @@ def test_two_mappings_of_the_last_prompt_token(lag: int, sparse: bool) -> None:
     assert simulator.pool.held(later[19:]) > 0
     assert simulator.decode()
     assert int(simulator.pool.held(launched[19:])) == 0
+    check(simulator)
+    check_empty(simulator)
+
+
+@LAGS
+@pytest.mark.parametrize("same", [True, False])
+def test_a_dense_prefill_takes_others_cells_only_when_they_are_its_own(lag: int, same: bool) -> None:
+    """Two requests compute the same 30 tokens at once. Both from nothing: their cells are equal, and one copy is enough.
+    One after a cached prefix, which it saw pruned: they are not, and each keeps its own until it leaves."""
+    simulator = make(lag=lag, sparse=False)
+    first, second = Request(1, prompt(0, 40), 6), Request(2, prompt(0, 40), 6)
+    assert simulator.admit(first) and simulator.prefill_chunk(10)
+    parked, simulator.chunked = simulator.chunked, None  # its other tokens wait
+    if not same:
+        simulator.tree.checkpoint(first, up_to=10)
+        first.prefix_len = 10
+        simulator.settle_results()
+    assert simulator.admit(second)
+    assert second.prefix_len == (0 if same else 10)
+    while simulator.prefill_chunk(99):
+        pass
+    simulator.settle_results()
+    simulator.chunked = parked
+    own = simulator.row_slots(first)
+    while simulator.prefill_chunk(99):
+        pass
+    simulator.settle_results()
+    shared = torch.equal(simulator.row_slots(first)[:40], simulator.row_slots(second)[:40])
+    assert shared == same and len(own) < 40
+    while simulator.decode():
+        pass
+    simulator.settle_results()
     check(simulator)
     check_empty(simulator)
 

@@ -14,7 +14,8 @@ from tests.workloads import tokens
 
 WINDOW = 32
 CHUNK = 64
-CELLS_PER_TOKEN = 4
+LAYERS = 2
+CELLS_PER_TOKEN = 2 * LAYERS
 RUNNING = 2
 """Requests that the shared server runs together: a third one queues."""
 ROOM = 6000

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import requests
 
-from tests.server.conftest import CELLS_PER_TOKEN, RUNNING, WINDOW, Rig
+from tests.server.conftest import CELLS_PER_TOKEN, LAYERS, RUNNING, WINDOW, Rig
 from tests.workloads import tokens
 
 pytestmark = pytest.mark.server
@@ -45,10 +45,14 @@ def test_lengths(rig: Rig, length: int, new_tokens: int) -> None:
     assert stats["kept_cells"] >= min(held, WINDOW) * CELLS_PER_TOKEN
     if held <= WINDOW:
         assert stats["kept_cells"] == stats["dense_cells"]
-    # Once more on what the first one left: at most the last token is computed again.
-    again = rig.server.generate(prompt, new_tokens)
-    assert again["meta_info"]["cached_tokens"] == length - 1
-    assert len(again["output_ids"]) == new_tokens
+    # Once more on what the first one left: where that is pruned within a window of the last token, the window is
+    # computed again (in sparse mode one window per layer), once.
+    pruned = held - WINDOW > max(0, length - 1 - WINDOW)
+    depth = WINDOW * (LAYERS if rig.prefill == "sparse" else 1)
+    for cached in (max(0, length - 1 - depth) if pruned else length - 1, length - 1):
+        again = rig.server.generate(prompt, new_tokens)
+        assert again["meta_info"]["cached_tokens"] == cached
+        assert len(again["output_ids"]) == new_tokens
 
 
 @pytest.mark.parametrize("length", [2, WINDOW, WINDOW + 1, WINDOW + 2, 100, 129])
