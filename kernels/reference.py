@@ -120,6 +120,15 @@ def write_cells(
     v_pool.index_copy_(0, cells, v.reshape(-1, v.shape[-1]).to(v_pool.dtype))
 
 
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`x @ weight.T + bias` of bf16 tensors, summed in fp32 and rounded once.
+
+    x: `[m, k]`. weight: `[n, k]`. bias: `[n]` or None. Returns `[m, n]` of x's dtype.
+    """
+    wide_bias = None if bias is None else bias.float()
+    return torch.nn.functional.linear(x.float(), weight.float(), wide_bias).to(x.dtype)
+
+
 def no_cell_message(slot: int, head: int, entry: int, pool_rows: int) -> str:
     """Text of the error of a write to an entry without a usable cell."""
     if entry < 0:

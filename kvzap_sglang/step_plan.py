@@ -121,10 +121,11 @@ class StepPlanner:
         Every row's reach is known before any shared token is settled.
         """
         for row, _ in settling:
-            # A step launched past a request's end must not settle into the window that its next turn
-            # will find: decode frees that much later than it could. Visibility does not depend on it.
+            # The window of this step's last query stays: who sends the same tokens again computes the last of them
+            # anew. A step launched past a request's end must not settle into the window that its next turn will
+            # find. So cells go a step or two later than they could; visibility does not depend on it.
             overrun = min(self._result_lag, max(0, row.end - row.state.prompt_end))
-            row.state.reach = row.end - overrun - self._tree.window
+            row.state.reach = row.end - 1 - overrun - self._tree.window
         reaches = Reaches(self._tree)
         for row, req in settling:
             ranges = self._settle_row(row.state, req.kv.cache_protected_len, reaches)

@@ -1,8 +1,18 @@
-"""CPU attention of a per-head pruned KV cache: C++ for decode, torch's flash attention for extend."""
+"""CPU kernels: attention of a per-head pruned KV cache (C++ for decode, torch's flash for extend), linear layers."""
 
 from __future__ import annotations
 
 from .extend import extend_dense, extend_sparse
+from .linear import linear
 from .native import describe, ragged_decode, read_rows, visible_cells, write_cells
 
-__all__ = ["describe", "extend_dense", "extend_sparse", "ragged_decode", "read_rows", "visible_cells", "write_cells"]
+__all__ = [
+    "describe",
+    "extend_dense",
+    "extend_sparse",
+    "linear",
+    "ragged_decode",
+    "read_rows",
+    "visible_cells",
+    "write_cells",
+]

@@ -204,11 +204,4 @@ struct Attend {
   }
 };
 
-template <class Vec>
-Kernels kernels_of() {
-  using F32 = Attend<Vec, float>;
-  using Bf16 = Attend<Vec, uint16_t>;
-  return Kernels{F32::attend, Bf16::attend, F32::read, Bf16::read};
-}
-
 }  // namespace kvzap

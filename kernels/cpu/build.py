@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 SOURCE_DIR = Path(__file__).parent
 _COMMON = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno")
 _ISA_FLAGS = {
-    "attend_avx2.cpp": ("-mavx2", "-mfma"),
-    "attend_avx512.cpp": ("-mavx512f", "-mavx2", "-mfma"),
+    "isa_avx2.cpp": ("-mavx2", "-mfma"),
+    "isa_avx512.cpp": ("-mavx512f", "-mavx2", "-mfma"),
 }
 _BUILD_TIMEOUT_S = 300
 _lock = threading.Lock()
@@ -125,12 +125,12 @@ def _install(built: Path, cached: Path) -> Path:
 
 def _load() -> ctypes.CDLL:
     command, openmp = compiler(), loaded_openmp()
-    cached = cache_dir() / f"ragged-{_fingerprint(command, openmp)}.so"
+    cached = cache_dir() / f"kernels-{_fingerprint(command, openmp)}.so"
     if cached.exists():
         return ctypes.CDLL(str(cached))
     logger.info("building the CPU attention kernel once with %s, into %s", command[0], cached)
     with tempfile.TemporaryDirectory(prefix="kvzap_sglang_") as scratch:
-        built = Path(scratch) / "ragged.so"
+        built = Path(scratch) / "kernels.so"
         _compile(command, openmp, built)
         return ctypes.CDLL(str(_install(built, cached)))  # stays mapped if `scratch` held it
 

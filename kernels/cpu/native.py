@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -46,7 +47,7 @@ def describe() -> str:
 
 
 @lru_cache(maxsize=1)
-def _functions(library: ctypes.CDLL) -> ctypes.CDLL:
+def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     """Declares the C signatures once: without them ctypes would cut pointers to 32 bits."""
     pools = [_PTR, _PTR, _I64, _I64]  # K, V and their row strides
     rows = [_PTR, _I64, _I64]  # new K or V, its strides by token and by head
@@ -54,16 +55,19 @@ def _functions(library: ctypes.CDLL) -> ctypes.CDLL:
         "kvzap_visible_cells": [_PTR, _I64, _I64, _PTR, _PTR, _I64, _PTR, _PTR, _PTR, _PTR, _PTR, _I32],
         "kvzap_ragged_decode": [_I32, _I32, _PTR, *pools, _I64, _PTR, _PTR, _I64, _I32, _I32, _F32, _PTR, _PTR, _I32],
         "kvzap_write_cells": [_PTR, _I64, _I64, _PTR, _I64, *rows, *rows, _PTR, _I64, _PTR, _I64, _I64, _I64, _I32],
+        "kvzap_linear": [_I32, _PTR, _PTR, _PTR, _PTR, _I64, _I64, _I64, _I32],
         "kvzap_read_rows": [_I32, _I32, *pools, _PTR, _PTR, _I64, _I32, _I32],
     }
+    results: dict[str, Any] = {"kvzap_read_rows": _F32, "kvzap_linear": None}
     for name, arguments in declared.items():
         function = getattr(library, name)
         function.argtypes = arguments
-        function.restype = _F32 if name == "kvzap_read_rows" else ctypes.c_int64
+        function.restype = results.get(name, _I64)
     return library
 
 
-def _need(tensor: torch.Tensor, name: str, dtype: torch.dtype, dims: int) -> None:
+def need(tensor: torch.Tensor, name: str, dtype: torch.dtype, dims: int) -> None:
+    """Raise ValueError, naming the argument, unless C++ can read it."""
     if tensor.dtype != dtype or tensor.dim() != dims or not tensor.is_contiguous() or tensor.device.type != "cpu":
         raise ValueError(
             f"{name} must be a contiguous {dtype} CPU tensor of {dims} dimensions, got {tensor.dtype} "
@@ -82,13 +86,13 @@ def _check_pools(k_pool: torch.Tensor, v_pool: torch.Tensor) -> None:
 
 
 def _check_slot_lists(table: torch.Tensor, slots: torch.Tensor) -> None:
-    _need(table, "table", torch.int32, 2)
-    _need(slots, "slots", torch.int64, 1)
+    need(table, "table", torch.int32, 2)
+    need(slots, "slots", torch.int64, 1)
 
 
 def _check_visible(visible: VisibleCells) -> None:
-    _need(visible.indptr, "visible.indptr", torch.int64, 1)
-    _need(visible.cells, "visible.cells", torch.int32, 1)
+    need(visible.indptr, "visible.indptr", torch.int64, 1)
+    need(visible.cells, "visible.cells", torch.int32, 1)
     if int(visible.indptr[-1]) > visible.cells.numel():
         raise ValueError(f"indptr ends at {int(visible.indptr[-1])} of {visible.cells.numel()} cells")
 
@@ -102,8 +106,8 @@ def visible_cells(
 ) -> VisibleCells:
     """See `reference.visible_cells`. Also raises ValueError for arguments that are not contiguous or of another dtype."""
     _check_slot_lists(table, slots)
-    _need(slot_indptr, "slot_indptr", torch.int64, 1)
-    _need(dense_from, "dense_from", torch.int64, 1)
+    need(slot_indptr, "slot_indptr", torch.int64, 1)
+    need(dense_from, "dense_from", torch.int64, 1)
     requests, heads = slot_indptr.numel() - 1, table.shape[1]
     if dense_from.numel() != requests or int(slot_indptr[-1]) != slots.numel():
         raise ValueError(f"{slot_indptr.tolist()} does not cut {slots.numel()} slots for {dense_from.numel()} requests")
@@ -115,7 +119,7 @@ def visible_cells(
     cells = torch.empty(room, dtype=torch.int32)
     positions = torch.empty(room, dtype=torch.int32) if detail else None
     condemned = torch.empty(room, dtype=torch.uint8) if detail else None
-    found: int = _functions(library).kvzap_visible_cells(
+    found: int = declare(library).kvzap_visible_cells(
         table.data_ptr(), table.shape[0], heads, slots.data_ptr(), slot_indptr.data_ptr(), requests,
         dense_from.data_ptr(), indptr.data_ptr(), cells.data_ptr(),
         None if positions is None else positions.data_ptr(),
@@ -150,7 +154,7 @@ def ragged_decode(
     lse = torch.empty(batch, q_heads, dtype=torch.float32)
     if segments == 0:
         return out.zero_(), lse.fill_(float("-inf"))
-    bad: int = _functions(library).kvzap_ragged_decode(
+    bad: int = declare(library).kvzap_ragged_decode(
         isa_level(), q.dtype == torch.bfloat16, q.data_ptr(), k_pool.data_ptr(), v_pool.data_ptr(),
         k_pool.stride(0), v_pool.stride(0), k_pool.shape[0], visible.indptr.data_ptr(), visible.cells.data_ptr(),
         segments, batch * q_heads // segments, dim, scale, out.data_ptr(), lse.data_ptr(), torch.get_num_threads(),
@@ -180,7 +184,7 @@ def write_cells(
     k, v = (x.to(k_pool.dtype) for x in (k, v))
     k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
     size = k_pool.element_size()
-    bad: int = _functions(library).kvzap_write_cells(
+    bad: int = declare(library).kvzap_write_cells(
         table.data_ptr(), table.shape[0], table.shape[1], slots.data_ptr(), slots.numel(),
         k.data_ptr(), k.stride(0) * size, k.stride(1) * size, v.data_ptr(), v.stride(0) * size, v.stride(1) * size,
         k_pool.data_ptr(), k_pool.stride(0) * size, v_pool.data_ptr(), v_pool.stride(0) * size, k_pool.shape[0],
@@ -204,7 +208,7 @@ def read_rows(k_pool: torch.Tensor, v_pool: torch.Tensor, visible: VisibleCells)
     if library is None:
         raise RuntimeError("the CPU kernels are not compiled")
     return float(
-        _functions(library).kvzap_read_rows(
+        declare(library).kvzap_read_rows(
             level, k_pool.dtype == torch.bfloat16, k_pool.data_ptr(), v_pool.data_ptr(), k_pool.stride(0),
             v_pool.stride(0), visible.indptr.data_ptr(), visible.cells.data_ptr(), visible.indptr.numel() - 1,
             k_pool.shape[1], torch.get_num_threads(),

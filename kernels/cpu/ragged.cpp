@@ -3,12 +3,12 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <limits>
 #include <memory>
 #include <vector>
 
-#include "segment.h"
+#include "bf16.h"
+#include "isa.h"
 
 namespace kvzap {
 namespace {
@@ -37,33 +37,9 @@ struct Plan {
   }
 };
 
-// Best instruction set of this host: 0 generic, 1 AVX2, 2 AVX-512.
-int best_isa() {
-#if defined(__x86_64__)
-  __builtin_cpu_init();
-  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 0;
-  return __builtin_cpu_supports("avx512f") ? 2 : 1;
-#else
-  return 0;
-#endif
-}
-
-Kernels kernels_of_level(int isa) {
-#if defined(__x86_64__)
-  if (isa == 2) return kernels_avx512();
-  if (isa == 1) return kernels_avx2();
-#endif
-  (void)isa;
-  return kernels_generic();
-}
-
 void put(float* out, float x) { *out = x; }
 
-void put(uint16_t* out, float x) {  // round to nearest even; a NaN stays one
-  uint32_t bits;
-  memcpy(&bits, &x, sizeof(bits));
-  *out = x != x ? uint16_t(0x7fc0) : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
+void put(uint16_t* out, float x) { *out = to_bf16(x); }
 
 // One query's result from its parts, each [acc: group * dim][peak: group][mass: group].
 template <class T>
@@ -144,8 +120,6 @@ int64_t decode(const Problem& p, const Plan& plan, AttendFn attend, int64_t pool
 }  // namespace kvzap
 
 extern "C" {
-
-int kvzap_best_isa() { return kvzap::best_isa(); }
 
 // q, out [segments * group, dim]; lse [segments * group]. Returns 0, or 1 + index of a cell outside the pool; out and
 // lse are then meaningless.

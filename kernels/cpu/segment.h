@@ -1,4 +1,4 @@
-// The interface between the driver (ragged.cpp) and the attention of one piece of a segment (attend.h, one object per ISA).
+// What the driver of decode attention (ragged.cpp) asks of attend.h.
 #pragma once
 #include <cstdint>
 
@@ -23,22 +23,5 @@ struct Segment {
   float* mass;           // out [group]: sum over keys of exp(score - peak)
   float* scratch;        // group * (dim + kBlock) floats
 };
-
-using AttendFn = void (*)(const Segment&);
-using ReadFn = float (*)(const Segment&);
-
-// One instruction set's kernels. `read` only touches the rows: the bound that the benchmark compares with.
-struct Kernels {
-  AttendFn attend_f32;
-  AttendFn attend_bf16;
-  ReadFn read_f32;
-  ReadFn read_bf16;
-};
-
-Kernels kernels_generic();
-#if defined(__x86_64__)
-Kernels kernels_avx2();
-Kernels kernels_avx512();
-#endif
 
 }  // namespace kvzap

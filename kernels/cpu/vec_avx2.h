@@ -1,4 +1,4 @@
-// Eight fp32 lanes. Included only by attend_avx2.cpp, which is compiled with -mavx2 -mfma.
+// Eight fp32 lanes. Included only by isa_avx2.cpp, which is compiled with -mavx2 -mfma.
 #pragma once
 #include <immintrin.h>
 

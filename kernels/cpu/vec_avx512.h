@@ -1,4 +1,4 @@
-// Sixteen fp32 lanes. Included only by attend_avx512.cpp, which is compiled with -mavx512f -mavx2 -mfma.
+// Sixteen fp32 lanes. Included only by isa_avx512.cpp, which is compiled with -mavx512f -mavx2 -mfma.
 #pragma once
 #include <immintrin.h>
 

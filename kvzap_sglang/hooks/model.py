@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from kvzap_sglang.attach import build_press, wrap_layers
 from kvzap_sglang.hooks.arguments import config_of
 from kvzap_sglang.hooks.carried import carried_decisions, carry_decisions
-from kvzap_sglang.presses.base import LayerInput
+from kvzap_sglang.presses.base import LayerInput, Press
+from kvzap_sglang.presses.kvzap import KVzapPress
 from kvzap_sglang.ranks import gather_decisions
+
+logger = logging.getLogger(__name__)
 
 
 def attach_press(result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
@@ -19,11 +25,25 @@ def attach_press(result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
         return
     runner.kv_press = build_press(config, runner)
     runner.kv_press_runtime = None
+    if runner.device == "cpu" and runner.model_config.dtype == torch.bfloat16:
+        speed_up_bf16(runner.model, runner.kv_press)
 
     def score(layer: int, inputs: LayerInput) -> None:
         runner.kv_press_runtime.score(layer, inputs)
 
     runner.kv_press_layers = wrap_layers(runner.model, score)
+
+
+def speed_up_bf16(model: torch.nn.Module, press: Press) -> None:
+    """The model's and the surrogate's linear layers, where this CPU has no bf16 arithmetic."""
+    from kvzap_sglang.bf16_linear import cpu_lacks_bf16, replace_linears
+
+    if not cpu_lacks_bf16():
+        return
+    replaced = replace_linears(model)
+    if isinstance(press, KVzapPress):
+        replaced += replace_linears(press.surrogate)
+    logger.info("kv press: no bf16 instructions on this CPU, %d linear layers use our own product", replaced)
 
 
 def build_attention_backend(runner: Any) -> Any:

@@ -80,11 +80,11 @@ class Settler:
     def leave(self, row: RowState, held: int) -> None:
         """`row` was released, having held `held` tree-owned positions: settle what only it kept dense.
 
-        The last window before `held` stays dense: the next turn continues there.
+        The window of the last position held stays dense: the next turn continues there, a repetition one token before.
         """
         reaches = Reaches(self._tree)
         for node, begin, end in self._tree.spans(row.node):
-            bound = held - self._tree.window if node.lock_ref == 0 else reaches.of(node)
+            bound = held - 1 - self._tree.window if node.lock_ref == 0 else reaches.of(node)
             sets = node.head_token_sets
             if bound is None or bound <= begin or not sets.known.all():
                 continue

@@ -47,7 +47,7 @@ def test_lengths(rig: Rig, length: int, new_tokens: int) -> None:
         assert stats["kept_cells"] == stats["dense_cells"]
     # Once more on what the first one left: where that is pruned within a window of the last token, the window is
     # computed again (in sparse mode one window per layer), once.
-    pruned = held - WINDOW > max(0, length - 1 - WINDOW)
+    pruned = held - 1 - WINDOW > max(0, length - 1 - WINDOW)
     depth = WINDOW * (LAYERS if rig.prefill == "sparse" else 1)
     for cached in (max(0, length - 1 - depth) if pruned else length - 1, length - 1):
         again = rig.server.generate(prompt, new_tokens)

@@ -1,4 +1,4 @@
-#include "attend.h"
+#include "isa_kernels.h"
 #include "vec_generic.h"
 
 namespace kvzap {

@@ -1,4 +1,4 @@
-#include "attend.h"
+#include "isa_kernels.h"
 #include "vec_avx512.h"
 
 namespace kvzap {
