@@ -129,6 +129,37 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     return torch.nn.functional.linear(x.float(), weight.float(), wide_bias).to(x.dtype)
 
 
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, epsilon: float, residual: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`s / sqrt(mean(s^2) + epsilon) * weight` of the rows `s = x + residual`, in fp32, rounded once.
+
+    x, residual: bf16 `[n, width]`; residual may be None. weight: bf16 `[width]`. Returns that and s, of x's dtype.
+    """
+    wide = x.float() if residual is None else x.float() + residual.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + epsilon)
+    return (normed * weight.float()).to(x.dtype), wide.to(x.dtype)
+
+
+def rotate(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding of whole heads, halves paired (NeoX style), in fp32, rounded once.
+
+    x: bf16 `[n, heads * dim]`. positions: int64 `[n]`. cos_sin: bf16 `[positions, dim]`, cosines then sines.
+    Returns `[n, heads * dim]`, contiguous. Raises IndexError for a position outside `cos_sin`.
+    """
+    for position in positions[(positions < 0) | (positions >= len(cos_sin))].tolist():
+        raise no_angle(position, len(cos_sin))
+    cosine, sine = cos_sin[positions].float()[:, None].chunk(2, dim=-1)
+    dim = cos_sin.shape[1]
+    a, b = x.reshape(len(x), x.shape[1] // dim, dim).float().chunk(2, dim=-1)
+    return torch.cat([a * cosine - b * sine, b * cosine + a * sine], dim=-1).to(x.dtype).view(x.shape)
+
+
+def no_angle(position: int, rows: int) -> IndexError:
+    """The error of a position without a cosine."""
+    return IndexError(f"position {position} is outside the rotary cache of {rows} positions")
+
+
 def no_cell_message(slot: int, head: int, entry: int, pool_rows: int) -> str:
     """Text of the error of a write to an entry without a usable cell."""
     if entry < 0:

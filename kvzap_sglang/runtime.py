@@ -158,7 +158,8 @@ class KVPressRuntime:
         if self.plan is None or self.kept is None or self._slots is None:
             raise RuntimeError("kv press: a layer ran outside a planned step")
         n = self.plan.tokens
-        inputs = LayerInput(*(tensor[:n] for tensor in inputs))
+        if len(inputs.hidden) > n:  # padded for a graph
+            inputs = LayerInput(*(tensor[:n] for tensor in inputs))
         condemned = self.press.score(layer, inputs).float() < self._limits
         if self.sinks:
             condemned &= (inputs.positions >= self.sinks)[:, None]

@@ -1,7 +1,8 @@
-"""CPU kernels: attention of a per-head pruned KV cache (C++ for decode, torch's flash for extend), linear layers."""
+"""CPU kernels: attention of a per-head pruned KV cache (C++ for decode, torch's flash for extend); bf16 layers."""
 
 from __future__ import annotations
 
+from .elementwise import rms_norm, rotate
 from .extend import extend_dense, extend_sparse
 from .linear import linear
 from .native import describe, ragged_decode, read_rows, visible_cells, write_cells
@@ -13,6 +14,8 @@ __all__ = [
     "linear",
     "ragged_decode",
     "read_rows",
+    "rms_norm",
+    "rotate",
     "visible_cells",
     "write_cells",
 ]

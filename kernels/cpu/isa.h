@@ -8,7 +8,7 @@ namespace kvzap {
 
 using AttendFn = void (*)(const Segment&);
 using ReadFn = float (*)(const Segment&);
-// out [m, n] = x [m, k] * w [n, k]^T; k a multiple of 16
+// out [m, n] = x [m, k] * w [n, k]^T
 using LinearFn = void (*)(const float* x, int64_t m, const uint16_t* w, int64_t n, int64_t k, float* out);
 
 // `read` only touches the rows: the bound that the benchmark compares with.

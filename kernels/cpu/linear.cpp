@@ -16,7 +16,7 @@ constexpr int64_t kSerial = 64 * 1024;    // weights below which waking a thread
 }  // namespace
 }  // namespace kvzap
 
-// out [m, n] = x [m, k] * w [n, k]^T + bias [n] (or null), all bf16 and contiguous, summed in fp32; k a multiple of 16.
+// out [m, n] = x [m, k] * w [n, k]^T + bias [n] (or null), all bf16 and contiguous, summed in fp32.
 extern "C" void kvzap_linear(int isa, const uint16_t* x, const uint16_t* w, const uint16_t* bias, uint16_t* out,
                              int64_t m, int64_t n, int64_t k, int threads) {
   using namespace kvzap;

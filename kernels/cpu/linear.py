@@ -23,7 +23,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
         need(bias, "bias", torch.bfloat16, 1)
         if len(bias) != outputs:
             raise ValueError(f"bias has {len(bias)} entries for {outputs} outputs")
-    library = build.library() if rows <= FEW_ROWS and width % 16 == 0 else None
+    library = build.library() if rows <= FEW_ROWS else None
     if library is None:
         return reference.linear(x, weight, bias)
     out = torch.empty(rows, outputs, dtype=torch.bfloat16)

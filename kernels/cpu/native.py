@@ -55,10 +55,12 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
         "kvzap_visible_cells": [_PTR, _I64, _I64, _PTR, _PTR, _I64, _PTR, _PTR, _PTR, _PTR, _PTR, _I32],
         "kvzap_ragged_decode": [_I32, _I32, _PTR, *pools, _I64, _PTR, _PTR, _I64, _I32, _I32, _F32, _PTR, _PTR, _I32],
         "kvzap_write_cells": [_PTR, _I64, _I64, _PTR, _I64, *rows, *rows, _PTR, _I64, _PTR, _I64, _I64, _I64, _I32],
+        "kvzap_rms_norm": [_PTR, _PTR, _PTR, _F32, _PTR, _PTR, _I64, _I64, _I32],
+        "kvzap_rotate": [_PTR, _I64, _PTR, _PTR, _I64, _PTR, _I64, _I64, _I64, _I32],
         "kvzap_linear": [_I32, _PTR, _PTR, _PTR, _PTR, _I64, _I64, _I64, _I32],
         "kvzap_read_rows": [_I32, _I32, *pools, _PTR, _PTR, _I64, _I32, _I32],
     }
-    results: dict[str, Any] = {"kvzap_read_rows": _F32, "kvzap_linear": None}
+    results: dict[str, Any] = {"kvzap_read_rows": _F32, "kvzap_linear": None, "kvzap_rms_norm": None}
     for name, arguments in declared.items():
         function = getattr(library, name)
         function.argtypes = arguments

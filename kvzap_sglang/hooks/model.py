@@ -35,15 +35,15 @@ def attach_press(result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def speed_up_bf16(model: torch.nn.Module, press: Press) -> None:
-    """The model's and the surrogate's linear layers, where this CPU has no bf16 arithmetic."""
-    from kvzap_sglang.bf16_linear import cpu_lacks_bf16, replace_linears
+    """The model's and the surrogate's layers, where this CPU has no bf16 arithmetic."""
+    from kvzap_sglang.bf16_layers import cpu_lacks_bf16, replace_layers
 
     if not cpu_lacks_bf16():
         return
-    replaced = replace_linears(model)
+    replaced = replace_layers(model)
     if isinstance(press, KVzapPress):
-        replaced += replace_linears(press.surrogate)
-    logger.info("kv press: no bf16 instructions on this CPU, %d linear layers use our own product", replaced)
+        replaced += replace_layers(press.surrogate)
+    logger.info("kv press: no bf16 instructions on this CPU, %d layers use our own kernels", replaced)
 
 
 def build_attention_backend(runner: Any) -> Any:
