@@ -1,0 +1,94 @@
+"""Which cells one query of each request sees, per KV head of one layer, as lists of one chunk of positions each.
+
+A list per chunk, not per request: its place is known before anything is counted, so one pass over the cell table
+suffices, the order is that of the positions, and a chunk is one unit of work of decode attention. Heads that keep
+little have short lists in the same number of chunks.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+import triton
+import triton.language as tl
+
+from ..encoding import CELL_MASK, CONDEMNED
+
+_CONDEMNED = tl.constexpr(CONDEMNED)
+_CELL_MASK = tl.constexpr(CELL_MASK)
+
+
+class VisibleChunks(NamedTuple):
+    """Visible cells of B requests, for every KV head of one layer.
+
+    Positions `[j * C, (j + 1) * C)` of request b are chunk `first[b] + j`; its list for head h is
+    `cells[chunk, h, :counts[chunk, h]]`, in position order. Chunks from `first[B]` on hold nothing.
+
+    first: int32 `[B + 1]`. cells: int32 `[chunks, H, C]`. counts: int32 `[chunks, H]`.
+    """
+
+    first: torch.Tensor
+    cells: torch.Tensor
+    counts: torch.Tensor
+
+
+def first_chunks(lengths: torch.Tensor, chunk: int, out: torch.Tensor) -> torch.Tensor:
+    """First chunk of each request, and the number of all: int `[B]` lengths into int32 `[B + 1]` `out`."""
+    out[0] = 0
+    torch.cumsum((lengths + (chunk - 1)) // chunk, dim=0, dtype=torch.int32, out=out[1:])
+    return out
+
+
+@triton.jit
+def _visible_kernel(
+    table, req_to_token, rows, lengths, first, cells, counts, window, stride_row,
+    HEADS: tl.constexpr, HEADS_PADDED: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    request = tl.program_id(0)
+    start = tl.program_id(1) * CHUNK
+    length = tl.load(lengths + request).to(tl.int32)
+    if start < length:
+        row = tl.load(rows + request).to(tl.int64)
+        position = start + tl.arange(0, CHUNK)
+        head = tl.arange(0, HEADS_PADDED)
+        there = position < length
+        slot = tl.load(req_to_token + row * stride_row + position, mask=there, other=0).to(tl.int64)
+        wanted = there[:, None] & (head < HEADS)[None, :]
+        entry = tl.load(table + slot[:, None] * HEADS + head[None, :], mask=wanted, other=-1)
+        in_window = position >= length - 1 - window
+        visible = (entry >= 0) & ((entry < _CONDEMNED) | in_window[:, None])
+        taken = visible.to(tl.int32)
+        place = tl.cumsum(taken, axis=0) - taken
+        chunk = (tl.load(first + request) + tl.program_id(1)).to(tl.int64)
+        target = (chunk * HEADS + head[None, :]) * CHUNK + place
+        tl.store(cells + target, entry & _CELL_MASK, mask=visible)
+        tl.store(counts + chunk * HEADS + head, tl.sum(taken, axis=0), mask=head < HEADS)
+
+
+def visible_chunks(
+    table: torch.Tensor,
+    req_to_token: torch.Tensor,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    window: int,
+    out: VisibleChunks,
+    longest: int,
+) -> None:
+    """Fill `out.cells` and `out.counts` for one layer and the last position of each request.
+
+    With t = lengths[b] - 1, position i is visible iff its entry names a cell, and that is not condemned or
+    t - i <= window.
+
+    table: int32 `[S, H]`, one layer's cell table (entries as in `encoding`).
+    req_to_token: int32 `[R, context]`; request b's token slots are `req_to_token[rows[b], :lengths[b]]`.
+    rows, lengths: int `[B]`. out: with `first` as `first_chunks` gives it. longest: no length is above it (host).
+    """
+    heads, chunk = out.cells.shape[1:]
+    grid = (len(rows), max(1, triton.cdiv(longest, chunk)))
+    _visible_kernel[grid](
+        table, req_to_token, rows, lengths, out.first, out.cells, out.counts, window, req_to_token.stride(0),
+        HEADS=heads, HEADS_PADDED=triton.next_power_of_2(heads), CHUNK=chunk,
+        num_warps=8 if chunk * heads >= 4096 else 4,
+    )  # fmt: skip

@@ -1,0 +1,77 @@
+"""Lists of visible cells: Triton against the torch reference, and both against the rule itself."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from kvzap_sglang.kernels import triton as kernels
+from kvzap_sglang.kernels.encoding import CELL_MASK, CONDEMNED
+from kvzap_sglang.kernels.triton import VisibleChunks, reference
+
+from .problems import Requests, empty_lists, random_requests
+
+CHUNK = 32
+EDGES = [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 5 * CHUNK + 3, 0]
+
+
+def lists(found: VisibleChunks, heads: int) -> list[list[list[int]]]:
+    """Cells of every request and head, in order."""
+    first = found.first.tolist()
+    return [
+        [
+            [int(cell) for c in range(a, b) for cell in found.cells[c, head, : int(found.counts[c, head])]]
+            for head in range(heads)
+        ]
+        for a, b in pairwise(first)
+    ]
+
+
+def by_the_rule(requests: Requests, window: int) -> list[list[list[int]]]:
+    """DESIGN's rule, entry by entry."""
+    heads = requests.table.shape[1]
+    found: list[list[list[int]]] = []
+    for row, length in zip(requests.rows.tolist(), requests.lengths.tolist(), strict=True):
+        found.append([[] for _ in range(heads)])
+        for position in range(length):
+            entries = requests.table[int(requests.req_to_token[row, position])].tolist()
+            for head, entry in enumerate(entries):
+                if entry >= 0 and (not entry & CONDEMNED or (length - 1) - position <= window):
+                    found[-1][head].append(entry & CELL_MASK)
+    return found
+
+
+@pytest.mark.parametrize("make", [kernels.visible_chunks, reference.visible_chunks], ids=["triton", "reference"])
+@pytest.mark.parametrize("kept", [[0.3], [0.0, 1.0, 0.4], [0.05, 0.9, 0.5, 0.3, 0.2, 1.0, 0.0, 0.6]])
+@pytest.mark.parametrize("window", [0, 8, 1000])
+def test_lists_follow_the_rule(make, kept: list[float], window: int, rng: torch.Generator) -> None:
+    requests = random_requests(EDGES, kept, rng, shared=20)
+    out = empty_lists(requests, CHUNK)
+    before = out.cells.clone()
+    make(requests.table, requests.req_to_token, requests.rows, requests.lengths, window, out, requests.longest)
+    assert lists(out, len(kept)) == by_the_rule(requests, window)
+    # Nothing outside the lists is touched: other chunks may belong to a replay of another batch.
+    last = int(out.first[-1])
+    assert torch.equal(out.cells[last:], before[last:])
+
+
+def test_the_grid_may_be_larger_than_the_batch_needs(rng: torch.Generator) -> None:
+    """A graph is recorded for the longest context and replayed on shorter ones; padding rows have length 1, slot 0."""
+    requests = random_requests([5, 70], [0.5, 0.5], rng)
+    rows = torch.cat([requests.rows, requests.rows[:1]])
+    lengths = torch.tensor([5, 70, 1], device=rows.device)
+    requests.req_to_token[requests.rows[0], 0] = 0
+    padded = Requests(requests.table, requests.req_to_token, rows, lengths, requests.cells)
+    out = empty_lists(padded, CHUNK)
+    kernels.visible_chunks(padded.table, padded.req_to_token, rows, lengths, 8, out, 40 * CHUNK)
+    found = lists(out, 2)
+    assert found[2] == [[], []] and found == by_the_rule(padded, 8)
+
+
+def test_an_empty_batch(rng: torch.Generator) -> None:
+    requests = random_requests([0], [0.5, 0.5], rng)
+    out = empty_lists(requests, CHUNK)
+    kernels.visible_chunks(requests.table, requests.req_to_token, requests.rows, requests.lengths, 8, out, 0)
+    assert out.first.tolist() == [0, 0]
