@@ -92,10 +92,10 @@ def dense(simulator: Simulator, tokens: int = len(PREFIX)) -> list[int]:
 
 
 def holders() -> tuple[Simulator, Request]:
-    """The first holder of a prefix of which windows hold the last four positions; nothing is recomputed here."""
+    """The first holder of a prefix: the last position's window holds it and four before; nothing is recomputed here."""
     simulator = make(recompute=False)
     first = start(simulator, PREFIX)
-    assert dense(simulator) == [26, 27, 28, 29]
+    assert dense(simulator) == [25, 26, 27, 28, 29]
     return simulator, first
 
 
@@ -113,11 +113,11 @@ def test_the_last_to_pass_settles() -> None:
     second = start(simulator, [*PREFIX, 90])
     assert second.prefix_len == 30
     decode(simulator, first, 6)
-    assert dense(simulator) == [27, 28, 29]  # the second holds 31 tokens
+    assert dense(simulator) == [26, 27, 28, 29]  # the second holds 31 tokens
     settled = simulator.tree.settler.settled_cells
-    for passed in range(1, 4):
+    for passed in range(1, 5):
         decode(simulator, second, 1)
-        assert dense(simulator) == [27, 28, 29][passed:]
+        assert dense(simulator) == [26, 27, 28, 29][passed:]
         assert simulator.tree.settler.settled_cells == settled + passed * PAIRS
 
 
@@ -136,9 +136,9 @@ def test_nothing_is_settled_under_a_request_that_was_admitted_and_not_launched()
     simulator, first = holders()
     assert simulator.admit(Request(2, [*PREFIX, *range(50, 80)], 5))
     decode(simulator, first, 8)
-    assert dense(simulator) == [26, 27, 28, 29]
+    assert dense(simulator) == [25, 26, 27, 28, 29]
     simulator.abort_chunked()  # it knows of nothing to settle
-    assert dense(simulator) == [26, 27, 28, 29]
+    assert dense(simulator) == [25, 26, 27, 28, 29]
     simulator.finish(first)
     assert dense(simulator) == [] and simulator.check() == []
 
@@ -149,10 +149,10 @@ def test_what_any_holder_sees_stays() -> None:
     second = Request(2, [*PREFIX[:28], *range(50, 80)], 5)
     assert simulator.admit(second)
     decode(simulator, first, 8)
-    assert dense(simulator) == [26, 27]  # what follows is held by the first alone
+    assert dense(simulator) == [25, 26, 27]  # what follows is held by the first alone
     assert simulator.prefill_chunk(8) and simulator.tree.rows[second.kv.req_pool_idx].reach == 24
     decode(simulator, first, 1)
-    assert dense(simulator) == [26, 27]
+    assert dense(simulator) == [25, 26, 27]
     assert simulator.prefill_chunk(64)  # the whole prompt is computed: its window moves on
     assert dense(simulator) == [] and simulator.check() == []
 
@@ -184,12 +184,12 @@ def test_dense_tails_go_least_recently_used_first(touched: int | None) -> None:
     if touched is not None:
         simulator.admit(Request(3, [*range(touched, touched + 12), 7], 1))
         simulator.abort_chunked()
-    assert tails(simulator) == {100: 4 * PAIRS, 200: 4 * PAIRS}
+    assert tails(simulator) == {100: 5 * PAIRS, 200: 5 * PAIRS}
     free = simulator.allocator.available_cells()
     simulator.allocator.evict_to_free_tokens(simulator.tree, free // PAIRS + 1)
     older, newer = (100, 200) if touched is None else (200, 100)
-    assert tails(simulator) == {older: 0, newer: 4 * PAIRS}
-    assert simulator.tree.settler.reclaimed_cells == 4 * PAIRS and simulator.check() == []
+    assert tails(simulator) == {older: 0, newer: 5 * PAIRS}
+    assert simulator.tree.settler.reclaimed_cells == 5 * PAIRS and simulator.check() == []
 
 
 def test_all_dense_tails_go_before_any_leaf_does() -> None:
@@ -239,7 +239,7 @@ def test_three_requests_branch_where_the_tail_is_settled(sparse: bool, recompute
     simulator = make(sparse=sparse, recompute=recompute)
     tree = simulator.tree
     simulator.finish(start(simulator, PREFIX))
-    assert dense(simulator) == [26, 27, 28, 29]
+    assert dense(simulator) == [25, 26, 27, 28, 29]
     depth = (LAYERS if sparse else 1) * 4 if recompute else 0
     for number, hit in enumerate([BRANCH - depth, BRANCH, BRANCH]):
         request = start(simulator, [*PREFIX[:BRANCH], *range(60 + number * 10, 66 + number * 10)], chunk=chunk)
@@ -264,10 +264,10 @@ def test_two_requests_that_compute_one_prefix_at_a_time_keep_their_windows(spars
     assert simulator.admit(shorter) and shorter.prefix_len == 0 and simulator.prefill_chunk(20)
     simulator.settle_results()
     assert shorter.kv.cache_protected_len == 20 and simulator.check() == []
-    assert dense(simulator, 20) == [16, 17, 18, 19]
+    assert dense(simulator, 20) == [15, 16, 17, 18, 19]
     decode(simulator, shorter, 4)
     simulator.settle_results()
-    assert dense(simulator, 20) == [19]
+    assert dense(simulator, 20) == [18, 19]
     simulator.finish(shorter)
     simulator.finish(longer)
     assert simulator.check() == [] and simulator.tree.tree_cells() + simulator.pool.free_cells == 200 * PAIRS
