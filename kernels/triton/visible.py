@@ -90,5 +90,10 @@ def visible_chunks(
     _visible_kernel[grid](
         table, req_to_token, rows, lengths, out.first, out.cells, out.counts, window, req_to_token.stride(0),
         HEADS=heads, HEADS_PADDED=triton.next_power_of_2(heads), CHUNK=chunk,
-        num_warps=8 if chunk * heads >= 4096 else 4,
+        num_warps=warps(chunk, heads),
     )  # fmt: skip
+
+
+def warps(chunk: int, heads: int) -> int:
+    """Warps of a program that holds `chunk * heads` entries in registers."""
+    return 8 if chunk * heads >= 4096 else 4
