@@ -23,13 +23,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from . import decode, visible, write
+from .extend import _extend_kernel, tile
 
 ARCHITECTURES = {80: "sm_80", 90: "sm_90a", 100: "sm_100a"}
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-# (head dim, group, KV heads): SmolLM2, Qwen3-8B and Llama-3.1-8B, Qwen3-32B with one KV head a rank, the odd and large.
-SHAPES = ((64, 3, 3), (128, 4, 8), (128, 8, 1), (96, 7, 4), (256, 16, 2))
+# (head dim, group, KV heads): SmolLM2, Qwen3-8B and Llama-3.1-8B, an odd one, a large one.
+SHAPES = ((64, 3, 3), (128, 4, 8), (96, 7, 4), (256, 16, 2))
 CHUNKS = (512, 1024)
-SPILLS_ALLOWED = {"chunk_kernel": 0, "merge_kernel": 0, "visible_kernel": 0, "write_kernel": 32}
+SPILLS_ALLOWED = {"chunk_kernel": 0, "merge_kernel": 0, "extend_kernel": 32, "visible_kernel": 0, "write_kernel": 32}
 BEGIN, END = "<!-- cross_compile: begin -->", "<!-- cross_compile: end -->"
 
 
@@ -63,26 +64,49 @@ class Usage:
     instructions: tuple[str, ...] = field(default=())
 
 
-def variants() -> Iterator[Variant]:
-    """Every kernel at the shapes that are served."""
+def variants(capability: int) -> Iterator[Variant]:
+    """Every kernel at the shapes that are served, as it is launched on an architecture."""
     for dim, group, heads in SHAPES:
         padded = {"GROUP_PADDED": max(16, triton.next_power_of_2(group)), "DIM_PADDED": triton.next_power_of_2(dim)}
         sizes = {"HEADS": heads, "GROUP": group, "DIM": dim, **padded}
         lists = {"first": "*i32", "cells": "*i32", "counts": "*i32"}
         parts = {"part": "*fp32", "part_lse": "*fp32"}
-        for dtype in ("*bf16", "*fp16"):
+        for dtype in ("*bf16", "*fp16") if dim == 128 else ("*bf16",):
             pools = {"q": dtype, "k_pool": dtype, "v_pool": dtype, "scale_log2e": "fp32"}
             constants = {**sizes, "CHUNK": CHUNKS[-1], "KEYS": decode.KEYS}
             yield Variant(decode._chunk_kernel, {**pools, **lists, **parts}, constants, num_warps=4)
             yield Variant(decode._merge_kernel, {**lists, **parts, "out": dtype, "lse": "*fp32"}, sizes, num_warps=4)
+            if dtype == "*bf16" and dim != 96:  # the slowest to compile; 96 is padded to 128, fp16 takes the same
+                yield from extend_variants(capability, dtype, sizes)
             new = {"k": dtype, "v": dtype, "k_pool": dtype, "v_pool": dtype, "scores": dtype}
             marks = {"limits": "*fp32", "kept": "*i8", "fault": "*i32", "table": "*i32", "slots": "*i64"}
             constants = {"HEADS": heads, "DIM": dim, "DIM_PADDED": padded["DIM_PADDED"], "TOKENS": write.TOKENS}
             yield Variant(write._write_kernel, {**new, **marks}, constants, num_warps=4)
         for chunk in CHUNKS:
             constants = {"HEADS": heads, "HEADS_PADDED": triton.next_power_of_2(heads), "CHUNK": chunk}
-            types = {**lists, "table": "*i32", "req_to_token": "*i32", "rows": "*i64", "lengths": "*i64"}
+            constants |= {"DETAIL": 1}
+            types = {
+                **lists,
+                "positions": "*i32",
+                "dense_from": "*i64",
+                "table": "*i32",
+                "req_to_token": "*i32",
+                "rows": "*i64",
+                "lengths": "*i64",
+            }
             yield Variant(visible._visible_kernel, types, constants, num_warps=visible.warps(chunk, heads))
+
+
+def extend_variants(capability: int, dtype: str, sizes: dict[str, int]) -> Iterator[Variant]:
+    """Dense and sparse."""
+    tensors = dict.fromkeys(("q", "k", "v", "k_pool", "v_pool", "out"), dtype)
+    lists = dict.fromkeys(("first", "cells", "counts", "positions", "q_indptr"), "*i32")
+    types = {**tensors, **lists, "starts": "*i64", "kept": "*i8", "scale_log2e": "fp32"}
+    own = {name: value for name, value in sizes.items() if name != "GROUP_PADDED"}
+    for sparse in (0, 1):
+        rows, keys, warps = tile(sizes["DIM"], capability, bool(sparse))
+        constants = {**own, "CHUNK": CHUNKS[-1], "SPARSE": sparse, "ROWS": rows, "KEYS": keys}
+        yield Variant(_extend_kernel, types, constants, num_warps=warps, num_stages=2)
 
 
 def compile_variant(variant: Variant, capability: int) -> Usage:
@@ -127,23 +151,23 @@ def _assembler_report(ptx: str, capability: int) -> tuple[int, int]:
 
 def measure() -> list[Usage]:
     """Every variant on every architecture."""
-    return [compile_variant(variant, capability) for variant in variants() for capability in ARCHITECTURES]
+    return [compile_variant(variant, capability) for capability in ARCHITECTURES for variant in variants(capability)]
 
 
 def table(usages: list[Usage]) -> str:
     """Markdown, one line per variant: registers / spilled bytes / bytes of shared memory per architecture."""
+    architectures = list(ARCHITECTURES.values())
     lines = [
-        "| kernel | variant | warps | " + " | ".join(ARCHITECTURES.values()) + " |",
-        "|---|---|---|" + "---|" * len(ARCHITECTURES),
+        "| kernel | variant | warps | " + " | ".join(architectures) + " |",
+        "|---|---|---|" + "---|" * len(architectures),
     ]
-    rows: dict[tuple[str, str, int], list[str]] = {}
-    for usage in usages:
-        numbers = f"{usage.registers} / {usage.spills} / {usage.shared}"
-        cells = rows.setdefault((usage.kernel, usage.label, usage.warps), [])
-        cells.append(numbers)
-    # bf16 and fp16 take the same: a kernel's second three columns would repeat the first.
+    rows: dict[tuple[str, str, int], dict[str, str]] = {}
+    for usage in usages:  # bf16 comes first, and fp16 takes the same
+        cells = rows.setdefault((usage.kernel, usage.label, usage.warps), {})
+        cells.setdefault(usage.architecture, f"{usage.registers} / {usage.spills} / {usage.shared}")
     for (kernel, label, warps), cells in rows.items():
-        lines.append(f"| {kernel} | {label} | {warps} | " + " | ".join(cells[: len(ARCHITECTURES)]) + " |")
+        numbers = (cells.get(architecture, "") for architecture in architectures)
+        lines.append(f"| {kernel} | {label} | {warps} | " + " | ".join(numbers) + " |")
     return "\n".join(lines)
 
 

@@ -13,22 +13,25 @@ def visible_chunks(
     req_to_token: torch.Tensor,
     rows: torch.Tensor,
     lengths: torch.Tensor,
-    window: int,
+    dense_from: torch.Tensor,
     out: VisibleChunks,
     longest: int,
 ) -> None:
     """See `visible.visible_chunks`."""
     chunk = out.cells.shape[2]
+    mask = CELL_MASK if out.positions is None else -1
     for b, length in enumerate(lengths.tolist()):
         entries = table[req_to_token[rows[b], :length].long()]
-        in_window = torch.arange(length, device=table.device) >= length - 1 - window
-        visible = (entries >= 0) & ((entries < CONDEMNED) | in_window[:, None])
-        for j, part in enumerate(visible.split(chunk)):
-            at = int(out.first[b]) + j
+        position = torch.arange(length, device=table.device, dtype=torch.int32)
+        visible = (entries >= 0) & ((entries < CONDEMNED) | (position >= dense_from[b])[:, None])
+        for j, start in enumerate(range(0, length, chunk)):
+            at, part = int(out.first[b]) + j, visible[start : start + chunk]
             out.counts[at] = part.sum(dim=0)
             for head in range(table.shape[1]):
-                found = entries[j * chunk : j * chunk + len(part), head][part[:, head]] & CELL_MASK
-                out.cells[at, head, : len(found)] = found
+                where = start + part[:, head].nonzero().flatten()
+                out.cells[at, head, : len(where)] = entries[where, head] & mask
+                if out.positions is not None:
+                    out.positions[at, head, : len(where)] = position[where]
 
 
 def chunked_decode(
@@ -82,3 +85,43 @@ def write_cells(
     cells = (entries[owned] & CELL_MASK).long()
     k_pool[cells] = k[owned].to(k_pool.dtype)
     v_pool[cells] = v[owned].to(v_pool.dtype)
+
+
+def extend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    prefix: VisibleChunks,
+    starts: torch.Tensor,
+    q_indptr: torch.Tensor,
+    scale: float,
+    window: int,
+    kept: torch.Tensor | None,
+    out: torch.Tensor,
+    longest_chunk: int,
+) -> None:
+    """See `extend.extend`."""
+    heads = prefix.cells.shape[1]
+    group = q.shape[1] // heads
+    first, bounds = prefix.first.tolist(), q_indptr.tolist()
+    for b in range(len(bounds) - 1):
+        own = slice(bounds[b], bounds[b + 1])
+        query = int(starts[b]) + torch.arange(own.stop - own.start, device=q.device)
+        for head in range(heads):
+            chunks = [(c, int(prefix.counts[c, head])) for c in range(first[b], first[b + 1])]
+            entries = torch.cat([prefix.cells[c, head, :n] for c, n in chunks] or [prefix.counts[:0, head]])
+            cells = (entries & CELL_MASK).long()
+            seen = torch.ones(len(query), len(cells), dtype=torch.bool, device=q.device)
+            causal = query[:, None] >= query[None, :]
+            if kept is not None and prefix.positions is not None:
+                position = torch.cat([prefix.positions[c, head, :n] for c, n in chunks] or [prefix.counts[:0, head]])
+                seen = (entries < CONDEMNED)[None, :] | (query[:, None] - position[None, :] <= window)
+                causal &= kept[own, head].bool()[None, :] | (query[:, None] - query[None, :] <= window)
+            keys = torch.cat([k_pool[cells].float(), k[own, head].float()])
+            values = torch.cat([v_pool[cells].float(), v[own, head].float()])
+            for g in range(head * group, (head + 1) * group):
+                scores = q[own, g].float() @ keys.T * scale
+                scores = scores.masked_fill(~torch.cat([seen, causal], dim=1), -torch.inf)
+                out[own, g] = (scores.softmax(dim=1) @ values).to(out.dtype)

@@ -27,11 +27,13 @@ class VisibleChunks(NamedTuple):
     `cells[chunk, h, :counts[chunk, h]]`, in position order. Chunks from `first[B]` on hold nothing.
 
     first: int32 `[B + 1]`. cells: int32 `[chunks, H, C]`. counts: int32 `[chunks, H]`.
+    positions: int32 like cells, or None. Where they are asked for, `cells` keep the `CONDEMNED` bit of their entries.
     """
 
     first: torch.Tensor
     cells: torch.Tensor
     counts: torch.Tensor
+    positions: torch.Tensor | None = None
 
 
 def first_chunks(lengths: torch.Tensor, chunk: int, out: torch.Tensor) -> torch.Tensor:
@@ -43,8 +45,8 @@ def first_chunks(lengths: torch.Tensor, chunk: int, out: torch.Tensor) -> torch.
 
 @triton.jit
 def _visible_kernel(
-    table, req_to_token, rows, lengths, first, cells, counts, window, stride_row,
-    HEADS: tl.constexpr, HEADS_PADDED: tl.constexpr, CHUNK: tl.constexpr,
+    table, req_to_token, rows, lengths, dense_from, first, cells, counts, positions, stride_row,
+    HEADS: tl.constexpr, HEADS_PADDED: tl.constexpr, CHUNK: tl.constexpr, DETAIL: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0)
     start = tl.program_id(1) * CHUNK
@@ -57,13 +59,17 @@ def _visible_kernel(
         slot = tl.load(req_to_token + row * stride_row + position, mask=there, other=0).to(tl.int64)
         wanted = there[:, None] & (head < HEADS)[None, :]
         entry = tl.load(table + slot[:, None] * HEADS + head[None, :], mask=wanted, other=-1)
-        in_window = position >= length - 1 - window
+        in_window = position >= tl.load(dense_from + request)
         visible = (entry >= 0) & ((entry < _CONDEMNED) | in_window[:, None])
         taken = visible.to(tl.int32)
         place = tl.cumsum(taken, axis=0) - taken
         chunk = (tl.load(first + request) + tl.program_id(1)).to(tl.int64)
         target = (chunk * HEADS + head[None, :]) * CHUNK + place
-        tl.store(cells + target, entry & _CELL_MASK, mask=visible)
+        if DETAIL:
+            tl.store(cells + target, entry, mask=visible)
+            tl.store(positions + target, position[:, None] + tl.zeros_like(entry), mask=visible)
+        else:
+            tl.store(cells + target, entry & _CELL_MASK, mask=visible)
         tl.store(counts + chunk * HEADS + head, tl.sum(taken, axis=0), mask=head < HEADS)
 
 
@@ -72,24 +78,26 @@ def visible_chunks(
     req_to_token: torch.Tensor,
     rows: torch.Tensor,
     lengths: torch.Tensor,
-    window: int,
+    dense_from: torch.Tensor,
     out: VisibleChunks,
     longest: int,
 ) -> None:
-    """Fill `out.cells` and `out.counts` for one layer and the last position of each request.
+    """Fill `out` for one layer and the first `lengths[b]` positions of each request.
 
-    With t = lengths[b] - 1, position i is visible iff its entry names a cell, and that is not condemned or
-    t - i <= window.
+    Position i is visible iff its entry names a cell, and that is not condemned or i >= dense_from[b].
 
     table: int32 `[S, H]`, one layer's cell table (entries as in `encoding`).
     req_to_token: int32 `[R, context]`; request b's token slots are `req_to_token[rows[b], :lengths[b]]`.
-    rows, lengths: int `[B]`. out: with `first` as `first_chunks` gives it. longest: no length is above it (host).
+    rows, lengths, dense_from: int `[B]`. out: with `first` as `first_chunks` gives it. longest: no length is above
+    it (host).
     """
     heads, chunk = out.cells.shape[1:]
     grid = (len(rows), max(1, triton.cdiv(longest, chunk)))
+    detail = out.positions is not None
     _visible_kernel[grid](
-        table, req_to_token, rows, lengths, out.first, out.cells, out.counts, window, req_to_token.stride(0),
-        HEADS=heads, HEADS_PADDED=triton.next_power_of_2(heads), CHUNK=chunk,
+        table, req_to_token, rows, lengths, dense_from, out.first, out.cells, out.counts,
+        out.positions if detail else out.cells, req_to_token.stride(0),
+        HEADS=heads, HEADS_PADDED=triton.next_power_of_2(heads), CHUNK=chunk, DETAIL=detail,
         num_warps=warps(chunk, heads),
     )  # fmt: skip
 

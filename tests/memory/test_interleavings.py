@@ -109,7 +109,7 @@ def test_the_simulation_exercises_what_it_should() -> None:
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("window", [0, 1, 5, 16])
 def test_a_finished_request_leaves_its_dense_tail(lag: int, window: int) -> None:
-    """The next turn finds exactly the window: a step launched past the end must not have settled into it."""
+    """The last position's window, exactly: a step launched past the end must not have settled into it."""
     simulator = Simulator(physical=200, headroom=2, window=window, lag=lag, removed=0.6, sparse=False)
     request = Request(1, list(range(30)), 9)
     assert simulator.admit(request)
@@ -123,4 +123,4 @@ def test_a_finished_request_leaves_its_dense_tail(lag: int, window: int) -> None
     assert request.done and simulator.check() == []
     held = 30 + 9 - 1
     settled = simulator.tree.path_sets(request.last_node, held).settled.tolist()
-    assert settled == [True] * (held - window) + [False] * window
+    assert settled == [True] * (held - 1 - window) + [False] * (window + 1)

@@ -140,7 +140,7 @@ def test_sglang_serve(tmp_path: Path) -> None:
         wait_until_healthy(LocalServer(f"http://127.0.0.1:{port}", log, process), progress=False)
         server = Server(f"http://127.0.0.1:{port}", log, process)
         stats = server.generate(tokens(random.Random(1), 300), 4)["meta_info"]["kv_press"]
-        assert stats["kept_cells"] == (128 + 4) * LAYERS * HEADS
+        assert stats["kept_cells"] == (129 + 4) * LAYERS * HEADS
     finally:
         stop(process)
 

@@ -23,6 +23,10 @@ class Requests:
     lengths: torch.Tensor
     cells: int
 
+    def dense_from(self, window: int) -> torch.Tensor:
+        """First position of the window of each request's last one."""
+        return self.lengths - 1 - window
+
     @property
     def longest(self) -> int:
         return max(self.lengths.tolist(), default=0)
@@ -56,11 +60,12 @@ def random_requests(
     return Requests(*(tensor.to(DEVICE) for tensor in tensors), CELLS_BEFORE + slots_wanted * heads)
 
 
-def empty_lists(requests: Requests, chunk: int) -> VisibleChunks:
+def empty_lists(requests: Requests, chunk: int, *, detail: bool = False) -> VisibleChunks:
     """Buffers for a problem, poisoned."""
     heads = requests.table.shape[1]
     chunks = sum(-(-n // chunk) for n in requests.lengths.tolist()) + 2
     first = torch.full((len(requests.rows) + 1,), -9, dtype=torch.int32, device=DEVICE)
     cells = torch.full((chunks, heads, chunk), 1 << 29, dtype=torch.int32, device=DEVICE)
     counts = torch.full((chunks, heads), 1 << 29, dtype=torch.int32, device=DEVICE)
-    return VisibleChunks(first_chunks(requests.lengths, chunk, first), cells, counts)
+    positions = cells.clone() if detail else None
+    return VisibleChunks(first_chunks(requests.lengths, chunk, first), cells, counts, positions)

@@ -19,5 +19,5 @@ def test_every_kernel_compiles_and_does_not_spill() -> None:
     env |= {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1100)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    for kernel in ("chunk_kernel", "merge_kernel", "visible_kernel", "write_kernel"):
+    for kernel in ("chunk_kernel", "merge_kernel", "extend_kernel", "visible_kernel", "write_kernel"):
         assert f"| {kernel} |" in done.stdout

@@ -23,7 +23,13 @@ def check(attend, requests: Requests, group: int, dim: int, dtype: torch.dtype, 
     window, heads, batch = 8, requests.table.shape[1], len(requests.rows)
     visible = empty_lists(requests, CHUNK)
     kernels.visible_chunks(
-        requests.table, requests.req_to_token, requests.rows, requests.lengths, window, visible, requests.longest
+        requests.table,
+        requests.req_to_token,
+        requests.rows,
+        requests.lengths,
+        requests.dense_from(window),
+        visible,
+        requests.longest,
     )
     listed = {
         cell
@@ -86,7 +92,13 @@ def test_extreme_scores(rng: torch.Generator) -> None:
     requests = random_requests([3 * CHUNK], [1.0], rng)
     visible = empty_lists(requests, CHUNK)
     kernels.visible_chunks(
-        requests.table, requests.req_to_token, requests.rows, requests.lengths, 0, visible, requests.longest
+        requests.table,
+        requests.req_to_token,
+        requests.rows,
+        requests.lengths,
+        requests.dense_from(0),
+        visible,
+        requests.longest,
     )
     best = int(visible.cells[1, 0, 5])
     k, v = torch.zeros(requests.cells, 64, device=DEVICE), torch.randn(requests.cells, 64).to(DEVICE)

@@ -49,12 +49,25 @@ def by_the_rule(requests: Requests, window: int) -> list[list[list[int]]]:
 def test_lists_follow_the_rule(make, kept: list[float], window: int, rng: torch.Generator) -> None:
     requests = random_requests(EDGES, kept, rng, shared=20)
     out = empty_lists(requests, CHUNK)
-    before = out.cells.clone()
-    make(requests.table, requests.req_to_token, requests.rows, requests.lengths, window, out, requests.longest)
+    cells, counts = out.cells.clone(), out.counts.clone()
+    dense_from = requests.dense_from(window)
+    make(requests.table, requests.req_to_token, requests.rows, requests.lengths, dense_from, out, requests.longest)
     assert lists(out, len(kept)) == by_the_rule(requests, window)
     # Nothing outside the lists is touched: other chunks may belong to a replay of another batch.
     last = int(out.first[-1])
-    assert torch.equal(out.cells[last:], before[last:])
+    assert torch.equal(out.cells[last:], cells[last:]) and torch.equal(out.counts[last:], counts[last:])
+
+
+def test_positions_and_marks_on_request(rng: torch.Generator) -> None:
+    """As in the reference, list by list; an entry keeps its mark."""
+    requests = random_requests(EDGES, [0.3, 0.9], rng, shared=20)
+    found, expected = (empty_lists(requests, CHUNK, detail=True) for _ in range(2))
+    rest = (requests.rows, requests.lengths, requests.dense_from(40))
+    kernels.visible_chunks(requests.table, requests.req_to_token, *rest, found, requests.longest)
+    reference.visible_chunks(requests.table, requests.req_to_token, *rest, expected, requests.longest)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+    assert (found.cells[:, 0][found.positions[:, 0] < 1 << 29] >= CONDEMNED).any()
 
 
 def test_the_grid_may_be_larger_than_the_batch_needs(rng: torch.Generator) -> None:
@@ -65,7 +78,7 @@ def test_the_grid_may_be_larger_than_the_batch_needs(rng: torch.Generator) -> No
     requests.req_to_token[requests.rows[0], 0] = 0
     padded = Requests(requests.table, requests.req_to_token, rows, lengths, requests.cells)
     out = empty_lists(padded, CHUNK)
-    kernels.visible_chunks(padded.table, padded.req_to_token, rows, lengths, 8, out, 40 * CHUNK)
+    kernels.visible_chunks(padded.table, padded.req_to_token, rows, lengths, padded.dense_from(8), out, 40 * CHUNK)
     found = lists(out, 2)
     assert found[2] == [[], []] and found == by_the_rule(padded, 8)
 
@@ -73,5 +86,6 @@ def test_the_grid_may_be_larger_than_the_batch_needs(rng: torch.Generator) -> No
 def test_an_empty_batch(rng: torch.Generator) -> None:
     requests = random_requests([0], [0.5, 0.5], rng)
     out = empty_lists(requests, CHUNK)
-    kernels.visible_chunks(requests.table, requests.req_to_token, requests.rows, requests.lengths, 8, out, 0)
+    dense_from = requests.dense_from(8)
+    kernels.visible_chunks(requests.table, requests.req_to_token, requests.rows, requests.lengths, dense_from, out, 0)
     assert out.first.tolist() == [0, 0]
