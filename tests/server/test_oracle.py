@@ -90,6 +90,7 @@ def _check_kept(answer: dict[str, Any], expected: OracleResult, held: int, thres
     assert int((wrong & certain).sum()) == 0
     assert int(wrong.sum()) <= 1e-3 * wrong.numel()
     per_token = kept.shape[1] * kept.shape[2]
-    in_memory = int(kept[: held - WINDOW].sum()) + WINDOW * per_token
+    window = WINDOW + 1  # of the last position held: itself and so many before
+    in_memory = int(kept[: held - window].sum()) + window * per_token
     assert stats["kept_cells"] == in_memory
     assert stats["dense_cells"] == held * per_token
