@@ -14,9 +14,9 @@ from kvzap_sglang.observe.log_line import press_message
 from tests.memory.simulator import Request, Simulator
 
 
-@pytest.mark.parametrize(("removed", "cells_in_use"), [(0.0, 60), (1.0, 10)])
+@pytest.mark.parametrize(("removed", "cells_in_use"), [(0.0, 60), (1.0, 11)])
 def test_usage_is_that_of_the_fuller_meter(removed: float, cells_in_use: int) -> None:
-    """60 tokens of one running request over 100 dense tokens of room and 200 token slots; a window of 10."""
+    """60 tokens of one running request over 100 dense tokens of room and 200 token slots; a window of 10 and the last token."""
     random.seed(1)
     torch.manual_seed(1)
     simulator = Simulator(physical=100, headroom=2, window=10, lag=0, removed=removed, sparse=False)
