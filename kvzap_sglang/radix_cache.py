@@ -225,8 +225,9 @@ class KVPressRadixCache(RadixCache):
         """Give the tree the request's own cells of tokens that the tree has and pruned, before they are freed as copies.
 
         That is what was recomputed for the branch, and what another request published and settled while this one
-        computed the same tokens, as far back as its window reaches. Returns the cells that the tree takes over (on
-        the rank that takes most).
+        computed the same tokens, as far back as its window reaches. What it recomputed below `heal_start` saw a pruned
+        window and is not what the tree had: it must not come back. Returns the cells that the tree takes over (on the
+        rank that takes most).
         """
         if row.heal_start == row.heal_end and not req.last_node.children:
             return 0  # nobody has more of this prefix than the request holds
@@ -234,13 +235,13 @@ class KVPressRadixCache(RadixCache):
         last = self._published(req, token_ids)
         slots = self.path_device_indices(last)[start:]
         mine = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, start : start + len(slots)]
-        taken = 0
+        taken, own_from = 0, max(row.reach, row.heal_start)
         for node, begin, end in self.spans(last):
             if end <= start:
                 break
             position = np.arange(begin, end)
             branch = (position >= row.heal_start) & (position < row.heal_end)
-            where = (position >= start) & (branch | (position >= row.reach)) & node.head_token_sets.settled
+            where = (position >= start) & (branch | (position >= own_from)) & node.head_token_sets.settled
             taken += self._unsettle(node, where, branch, row.origin(begin, end))
             chosen = torch.from_numpy(position[where] - start).to(slots.device)
             if len(chosen):

@@ -234,7 +234,7 @@ BRANCH = 20
 
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
 @pytest.mark.parametrize("recompute", [False, True], ids=["accept", "recompute"])
-@pytest.mark.parametrize("chunk", [3, 64])
+@pytest.mark.parametrize("chunk", [3, 4, 8, 64])  # 4 and 8 end exactly at the branch
 def test_three_requests_branch_where_the_tail_is_settled(sparse: bool, recompute: bool, chunk: int) -> None:
     simulator = make(sparse=sparse, recompute=recompute)
     tree = simulator.tree
