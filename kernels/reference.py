@@ -147,8 +147,9 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> t
     x: bf16 `[n, heads * dim]`. positions: int64 `[n]`. cos_sin: bf16 `[positions, dim]`, cosines then sines.
     Returns `[n, heads * dim]`, contiguous. Raises IndexError for a position outside `cos_sin`.
     """
-    for position in positions[(positions < 0) | (positions >= len(cos_sin))].tolist():
-        raise no_angle(position, len(cos_sin))
+    outside = positions[(positions < 0) | (positions >= len(cos_sin))]
+    if len(outside):
+        raise no_angle(int(outside[0]), len(cos_sin))
     cosine, sine = cos_sin[positions].float()[:, None].chunk(2, dim=-1)
     dim = cos_sin.shape[1]
     a, b = x.reshape(len(x), x.shape[1] // dim, dim).float().chunk(2, dim=-1)

@@ -1,7 +1,7 @@
 """Linear layers, norms and rotary embeddings of bf16 models on CPUs that have no bf16 arithmetic.
 
 torch multiplies bf16 matrices there at a sixth of its fp32 speed, which would be most of the time of a prefill and half
-of that of a decode step; norms and rotations take ten passes each. Ours compute in fp32 and round once, as bf16
+of that of a decode step; norms and rotations take many passes each. Ours compute in fp32 and round once, as bf16
 hardware does.
 """
 

@@ -1,7 +1,4 @@
-// RMS norm and rotary embedding of bf16 activations in one pass each, where torch takes ten.
-#include <omp.h>
-
-#include <algorithm>
+// RMS norm and rotary embedding of bf16 activations in one pass each, where torch takes many.
 #include <cmath>
 #include <memory>
 

@@ -1,6 +1,4 @@
 // A linear layer of bf16 weights for a few rows: torch has no bf16 product for CPUs without AVX512_BF16 or AMX.
-#include <omp.h>
-
 #include <algorithm>
 #include <memory>
 

@@ -84,7 +84,6 @@ def variants(capability: int) -> Iterator[Variant]:
             yield Variant(write._write_kernel, {**new, **marks}, constants, num_warps=4)
         for chunk in CHUNKS:
             constants = {"HEADS": heads, "HEADS_PADDED": triton.next_power_of_2(heads), "CHUNK": chunk}
-            constants |= {"DETAIL": 1}
             types = {
                 **lists,
                 "positions": "*i32",
@@ -94,7 +93,9 @@ def variants(capability: int) -> Iterator[Variant]:
                 "rows": "*i64",
                 "lengths": "*i64",
             }
-            yield Variant(visible._visible_kernel, types, constants, num_warps=visible.warps(chunk, heads))
+            for detail in (0, 1):
+                detailed = constants | {"DETAIL": detail}
+                yield Variant(visible._visible_kernel, types, detailed, num_warps=visible.warps(chunk, heads))
 
 
 def extend_variants(capability: int, dtype: str, sizes: dict[str, int]) -> Iterator[Variant]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import torch
-
 import triton
 import triton.language as tl
 
+from .softmax import LOG2E, attend_block
 from .visible import VisibleChunks
 
-LOG2E = 1.4426950408889634
 _LN2 = tl.constexpr(0.6931471805599453)
 KEYS = 64  # per iteration
 
@@ -41,18 +40,10 @@ def _chunk_kernel(
                 key = tl.load(
                     k_pool + cell[None, :] * stride_k + d[:, None], mask=there[None, :] & in_dim[:, None], other=0.0
                 )
-                score = tl.dot(query, key, input_precision="ieee") * scale_log2e
-                score = tl.where(there[None, :], score, float("-inf"))
-                highest = tl.maximum(peak, tl.max(score, 1))
-                shrink = tl.exp2(peak - highest)
-                weight = tl.exp2(score - highest[:, None])
                 value = tl.load(
                     v_pool + cell[:, None] * stride_v + d[None, :], mask=there[:, None] & in_dim[None, :], other=0.0
                 )
-                mass = mass * shrink + tl.sum(weight, 1)
-                total = total * shrink[:, None]
-                total += tl.dot(weight.to(value.dtype), value, input_precision="ieee")
-                peak = highest
+                peak, mass, total = attend_block(query, key, value, there[None, :], peak, mass, total, scale_log2e)
             row = chunk * HEADS * GROUP + head * GROUP + g
             tl.store(
                 part + row[:, None] * DIM + d[None, :], total / mass[:, None], mask=in_group[:, None] & in_dim[None, :]

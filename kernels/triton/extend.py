@@ -9,31 +9,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-
 import triton
 import triton.language as tl
 
 from ..encoding import CELL_MASK, CONDEMNED
-from .decode import LOG2E
+from .softmax import LOG2E, attend_block
 from .visible import VisibleChunks
 
 _CONDEMNED = tl.constexpr(CONDEMNED)
 _CELL_MASK = tl.constexpr(CELL_MASK)
-
-
-@triton.jit
-def _attend(query, key, value, seen, peak, mass, total, scale_log2e):
-    """One block of keys: query `[M, D]`, key `[D, N]`, value `[N, D]`, seen `[M, N]`."""
-    score = tl.dot(query, key, input_precision="ieee") * scale_log2e
-    score = tl.where(seen, score, float("-inf"))
-    highest = tl.maximum(peak, tl.max(score, 1))
-    # A row that has seen nothing yet has no peak: exp2(-inf - -inf) would be NaN.
-    base = tl.where(highest == float("-inf"), 0.0, highest)
-    shrink, weight = tl.exp2(peak - base), tl.exp2(score - base[:, None])
-    mass = mass * shrink + tl.sum(weight, 1)
-    total = total * shrink[:, None]
-    total += tl.dot(weight.to(value.dtype), value, input_precision="ieee")
-    return highest, mass, total
 
 
 @triton.jit
@@ -78,7 +62,7 @@ def _extend_kernel(
                 value = tl.load(
                     v_pool + cell[:, None] * stride_v + d[None, :], mask=there[:, None] & in_dim[None, :], other=0.0
                 )
-                peak, mass, total = _attend(query, key, value, seen, peak, mass, total, scale_log2e)
+                peak, mass, total = attend_block(query, key, value, seen, peak, mass, total, scale_log2e)
         last = tl.minimum((tl.program_id(2) * ROWS + ROWS - 1) // GROUP + 1, tokens)
         for n0 in range(0, last, KEYS):
             n = n0 + tl.arange(0, KEYS)
@@ -92,7 +76,7 @@ def _extend_kernel(
             key = tl.load(k + key_at, mask=there[None, :] & in_dim[:, None], other=0.0)
             value_at = own[:, None] * stride_vt + head * DIM + d[None, :]
             value = tl.load(v + value_at, mask=there[:, None] & in_dim[None, :], other=0.0)
-            peak, mass, total = _attend(query, key, value, seen, peak, mass, total, scale_log2e)
+            peak, mass, total = attend_block(query, key, value, seen, peak, mass, total, scale_log2e)
         result = total / tl.where(mass > 0, mass, 1.0)[:, None]
         at = (begin + token)[:, None] * stride_out + q_head[:, None] * DIM + d[None, :]
         tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-
 import triton
 import triton.language as tl
 
@@ -29,7 +28,8 @@ def _write_kernel(
     entry = tl.load(at, mask=there, other=-1)
     owned = there & (entry >= 0)
     # Padding rows of a graph write to slot 0, which never has a cell.
-    tl.store(fault + token * 0, token * 0 + 1, mask=there & (entry < 0) & (slot != 0))
+    missing = there & (entry < 0) & (slot != 0)
+    tl.store(fault, 1, mask=tl.sum(missing.to(tl.int32), axis=0) > 0)
     condemned = tl.load(scores + token * HEADS + head, mask=there, other=0.0).to(tl.float32) < tl.load(
         limits + token, mask=there, other=0.0
     )
