@@ -118,7 +118,7 @@ def _install(built: Path, cached: Path) -> Path:
         os.chmod(partial, 0o755)
         os.replace(partial, cached)  # atomic: a reader sees no library or a whole one
     except OSError as error:
-        logger.warning("cannot keep the compiled CPU attention kernel in %s: %s", cached.parent, error)
+        logger.warning("cannot keep the compiled CPU kernels in %s: %s", cached.parent, error)
         return built
     return cached
 
@@ -128,7 +128,7 @@ def _load() -> ctypes.CDLL:
     cached = cache_dir() / f"kernels-{_fingerprint(command, openmp)}.so"
     if cached.exists():
         return ctypes.CDLL(str(cached))
-    logger.info("building the CPU attention kernel once with %s, into %s", command[0], cached)
+    logger.info("building the CPU kernels once with %s, into %s", command[0], cached)
     with tempfile.TemporaryDirectory(prefix="kvzap_sglang_") as scratch:
         built = Path(scratch) / "kernels.so"
         _compile(command, openmp, built)

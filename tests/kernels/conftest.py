@@ -39,3 +39,21 @@ def choose_isa(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None
 
     yield choose
     native.isa_level.cache_clear()
+
+
+LEVELS = ["generic", "avx2", "avx512"]
+
+
+@pytest.fixture
+def need_isa(choose_isa: Callable[[str], None]) -> Callable[[str], None]:
+    """`choose_isa`, or a skip with the reason where it cannot be had."""
+
+    def need(name: str) -> None:
+        library = native.build.library()
+        if library is None:
+            pytest.skip(f"nothing to test: {native.build.failure()}")
+        if LEVELS.index(name) > library.kvzap_best_isa():
+            pytest.skip(f"this host has no {name}")
+        choose_isa(name)
+
+    return need

@@ -12,23 +12,18 @@ from kvzap_sglang.kernels.cpu import native
 from kvzap_sglang.kernels.encoding import VisibleCells
 
 from . import oracle
+from .conftest import LEVELS
 
-LEVELS = ["generic", "avx2", "avx512"]
 DTYPES = [torch.float32, torch.bfloat16]
 EDGES = [0, 1, 2, 3, 4, 5, 31, 32, 33, 63, 64, 65, 511, 512, 513, 1025, 0]
 
 
 @pytest.fixture(params=[*LEVELS, "reference"])
-def decode(request: pytest.FixtureRequest, choose_isa):
+def decode(request: pytest.FixtureRequest, need_isa):
     """`ragged_decode` at one instruction set, or its reference."""
     if request.param == "reference":
         return reference.ragged_decode
-    library = native.build.library()
-    if library is None:
-        pytest.skip(f"nothing to test: {native.build.failure()}")
-    if LEVELS.index(request.param) > library.kvzap_best_isa():
-        pytest.skip(f"this host has no {request.param}")
-    choose_isa(request.param)
+    need_isa(request.param)
     return native.ragged_decode
 
 

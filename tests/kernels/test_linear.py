@@ -8,24 +8,20 @@ import pytest
 import torch
 
 from kvzap_sglang.kernels import reference
-from kvzap_sglang.kernels.cpu import linear, native
+from kvzap_sglang.kernels.cpu import linear
 from kvzap_sglang.kernels.cpu.linear import FEW_ROWS
 
-LEVELS = ["generic", "avx2", "avx512"]
+from .conftest import LEVELS
+
 Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 @pytest.fixture(params=[*LEVELS, "reference"])
-def product(request: pytest.FixtureRequest, choose_isa: Callable[[str], None]) -> Linear:
+def product(request: pytest.FixtureRequest, need_isa: Callable[[str], None]) -> Linear:
     """`linear` at one instruction set, or its reference."""
     if request.param == "reference":
         return reference.linear
-    library = native.build.library()
-    if library is None:
-        pytest.skip(f"nothing to test: {native.build.failure()}")
-    if LEVELS.index(request.param) > library.kvzap_best_isa():
-        pytest.skip(f"this host has no {request.param}")
-    choose_isa(request.param)
+    need_isa(request.param)
     return linear
 
 

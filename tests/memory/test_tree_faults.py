@@ -184,6 +184,26 @@ def test_two_mappings_of_the_last_prompt_token() -> None:
 
 
 @LAGS
+def test_a_dense_prompt_keeps_its_own_last_token(lag: int) -> None:
+    """The same prompt where the prefix is seen pruned: the last token is another than the tree's, and stays private to
+    the end, whole as long as it is in the window."""
+    simulator = make(lag=lag, sparse=False)
+    serve(simulator, Request(1, prompt(0, 20), 6))
+    request = Request(2, prompt(0, 20), 6)
+    prefill(simulator, request)
+    assert request.prefix_len == 19
+    launched = simulator.row_slots(request)
+    simulator.settle_results()
+    assert torch.equal(launched, simulator.row_slots(request)) and request.kv.cache_protected_len == 19
+    assert int(simulator.pool.held(launched[19:])) == simulator.pool.layout.cells_per_token
+    check(simulator)
+    while not request.done:
+        assert simulator.decode()
+        simulator.settle_results()
+    check_empty(simulator)
+
+
+@LAGS
 @pytest.mark.parametrize("same", [True, False])
 def test_a_dense_prefill_takes_others_cells_only_when_they_are_its_own(lag: int, same: bool) -> None:
     """Two requests compute the same 30 tokens at once. Both from nothing: their cells are equal, and one copy is enough.
