@@ -5,18 +5,16 @@ from __future__ import annotations
 import sys
 
 from benchmarks import decode_attention, pressure, serving
-from scripts.demo import find_surrogate
 
 
 def main() -> None:
-    surrogate = str(find_surrogate(None))
-    for title, run, arguments in (
-        ("decode attention", decode_attention.main, []),
-        ("serving", serving.main, ["--surrogate", surrogate]),
-        ("pressure", pressure.main, ["--surrogate", surrogate]),
+    for title, run in (
+        ("decode attention", decode_attention.main),
+        ("serving", serving.main),
+        ("pressure", pressure.main),
     ):
         print(f"\n== {title}", flush=True)
-        sys.argv = [title, *arguments]
+        sys.argv = [title]
         run()
 
 

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from benchmarks.machine import describe_machine
 from kvzap_sglang.kernels.cpu import describe, ragged_decode, read_rows
 from kvzap_sglang.kernels.encoding import VisibleCells
+from kvzap_sglang.memory.huge_pages import empty_in_huge_pages
 
 LAYOUTS = ("compact", "head-major", "scattered")
 
@@ -44,11 +45,16 @@ class Shape:
 
 @dataclass(frozen=True)
 class Layer:
-    """Inputs of one layer: q `[B, Hq, D]`, k and v dense `[B, H, context, D]`, cells per layout over the flat rows."""
+    """Inputs of one layer: q `[B, Hq, D]`, k and v dense `[B, H, context, D]`, cells per layout over their flat rows.
+
+    k_pool, v_pool: these rows once more, in memory as the server's pool is (`memory.huge_pages`).
+    """
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
+    k_pool: torch.Tensor
+    v_pool: torch.Tensor
     visible: dict[str, VisibleCells]
 
 
@@ -72,7 +78,13 @@ def make_layer(shape: Shape, dtype: torch.dtype) -> Layer:
         places["scattered"].append(anywhere[int(indptr[s]) : int(indptr[s]) + n])
     cells = {name: torch.cat(rows).to(torch.int32) for name, rows in places.items()}
     visible = {name: VisibleCells(indptr, rows) for name, rows in cells.items()}
-    return Layer(torch.randn(shape.batch, shape.q_heads, shape.dim).to(dtype), k, v, visible)
+    k_pool, v_pool = (as_pool(dense.view(-1, shape.dim)) for dense in (k, v))
+    return Layer(torch.randn(shape.batch, shape.q_heads, shape.dim).to(dtype), k, v, k_pool, v_pool, visible)
+
+
+def as_pool(rows: torch.Tensor) -> torch.Tensor:
+    """A copy of `[N, D]` rows in memory as the server's pool has it."""
+    return empty_in_huge_pages(*rows.shape, dtype=rows.dtype, device="cpu").copy_(rows)
 
 
 def contestants(shape: Shape) -> dict[str, Callable[[Layer], object]]:
@@ -81,13 +93,12 @@ def contestants(shape: Shape) -> dict[str, Callable[[Layer], object]]:
 
     def kernel(layout: str) -> Callable[[Layer], object]:
         def run(x: Layer) -> object:
-            k_pool, v_pool = x.k.view(-1, shape.dim), x.v.view(-1, shape.dim)
-            return ragged_decode(x.q, k_pool, v_pool, x.visible[layout], scale)
+            return ragged_decode(x.q, x.k_pool, x.v_pool, x.visible[layout], scale)
 
         return run
 
     def read(layout: str) -> Callable[[Layer], object]:
-        return lambda x: read_rows(x.k.view(-1, shape.dim), x.v.view(-1, shape.dim), x.visible[layout])
+        return lambda x: read_rows(x.k_pool, x.v_pool, x.visible[layout])
 
     def sdpa_rows(x: Layer) -> object:
         q = x.q.view(shape.batch, shape.kv_heads, shape.group, shape.dim)

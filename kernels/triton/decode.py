@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from .softmax import LOG2E, attend_block
-from .visible import VisibleChunks
+from .visible import PROGRAMS, VisibleChunks, batch_size, request_of
 
 _LN2 = tl.constexpr(0.6931471805599453)
 KEYS = 64  # per iteration
@@ -15,18 +15,19 @@ KEYS = 64  # per iteration
 
 @triton.jit
 def _chunk_kernel(
-    q, k_pool, v_pool, first, cells, counts, part, part_lse, scale_log2e, stride_q, stride_k, stride_v,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, CHUNK: tl.constexpr,
+    q, k_pool, v_pool, first, cells, counts, part, part_lse, scale_log2e, batch, stride_q, stride_k, stride_v,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, CHUNK: tl.constexpr, BATCH: tl.constexpr,
     GROUP_PADDED: tl.constexpr, DIM_PADDED: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    request, head = tl.program_id(0), tl.program_id(1)
-    chunk = (tl.load(first + request) + tl.program_id(2)).to(tl.int64)
-    if chunk < tl.load(first + request + 1):
+    head = tl.program_id(1)
+    g = tl.arange(0, GROUP_PADDED)
+    d = tl.arange(0, DIM_PADDED)
+    in_group, in_dim = g < GROUP, d < DIM
+    for at in range(tl.program_id(0), tl.load(first + batch), tl.num_programs(0)):
+        chunk = tl.full([], at, tl.int64)
         count = tl.load(counts + chunk * HEADS + head)
         if count > 0:
-            g = tl.arange(0, GROUP_PADDED)
-            d = tl.arange(0, DIM_PADDED)
-            in_group, in_dim = g < GROUP, d < DIM
+            request = request_of(first, at, batch, BATCH)
             q_at = request.to(tl.int64) * stride_q + (head * GROUP + g[:, None]) * DIM + d[None, :]
             query = tl.load(q + q_at, mask=in_group[:, None] & in_dim[None, :], other=0.0)
             listed = cells + (chunk * HEADS + head) * CHUNK
@@ -94,7 +95,6 @@ def chunked_decode(
     part_lse: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    longest: int,
 ) -> None:
     """Attention of one query per request over its visible cells, with fp32 accumulation, into `out` and `lse`.
 
@@ -102,10 +102,9 @@ def chunked_decode(
     q's dtype. visible: of one layer. scale: of the scores.
     part, part_lse: fp32 scratch `[chunks, Hq, D]` and `[chunks, Hq]`. out: `[B, Hq, D]`, contiguous; lse: fp32
     `[B, Hq]`, natural log of the sum of exponentials. A head that sees nothing gives out 0 and lse -inf.
-    longest: no request is longer (host).
     """
     batch, q_heads, dim = q.shape
-    _, heads, chunk = visible.cells.shape
+    chunks, heads, chunk = visible.cells.shape
     group = q_heads // heads
     sizes = {
         "HEADS": heads,
@@ -114,8 +113,10 @@ def chunked_decode(
         "GROUP_PADDED": max(16, triton.next_power_of_2(group)),
         "DIM_PADDED": triton.next_power_of_2(dim),
     }
-    _chunk_kernel[(batch, heads, max(1, triton.cdiv(longest, chunk)))](
-        q, k_pool, v_pool, visible.first, visible.cells, visible.counts, part, part_lse, scale * LOG2E,
-        q.stride(0), k_pool.stride(0), v_pool.stride(0), CHUNK=chunk, KEYS=KEYS, **sizes, num_warps=4, num_stages=3,
-    )  # fmt: skip
+    if chunks:
+        _chunk_kernel[(min(chunks, max(1, PROGRAMS // heads)), heads)](
+            q, k_pool, v_pool, visible.first, visible.cells, visible.counts, part, part_lse, scale * LOG2E, batch,
+            q.stride(0), k_pool.stride(0), v_pool.stride(0), CHUNK=chunk, BATCH=batch_size(batch), KEYS=KEYS, **sizes,
+            num_warps=4, num_stages=3,
+        )  # fmt: skip
     _merge_kernel[(batch, heads)](visible.first, visible.counts, part, part_lse, out, lse, **sizes, num_warps=4)

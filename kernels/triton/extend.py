@@ -22,14 +22,14 @@ _CELL_MASK = tl.constexpr(CELL_MASK)
 
 @triton.jit
 def _extend_kernel(
-    q, k, v, k_pool, v_pool, first, cells, counts, positions, starts, q_indptr, kept, out, scale_log2e, window,
+    q, k, v, k_pool, v_pool, first, cells, counts, positions, starts, begins, tokens_of, kept, out, scale_log2e, window,
     stride_q, stride_kt, stride_vt, stride_k, stride_v, stride_kept, stride_out,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, CHUNK: tl.constexpr, SPARSE: tl.constexpr,
     DIM_PADDED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     request, head = tl.program_id(0), tl.program_id(1)
-    begin = tl.load(q_indptr + request).to(tl.int64)
-    tokens = (tl.load(q_indptr + request + 1) - begin).to(tl.int32)
+    begin = tl.load(begins + request).to(tl.int64)
+    tokens = tl.load(tokens_of + request).to(tl.int32)
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     if tl.program_id(2) * ROWS < tokens * GROUP:
         token, d = row // GROUP, tl.arange(0, DIM_PADDED)
@@ -107,7 +107,8 @@ def extend(
     v_pool: torch.Tensor,
     prefix: VisibleChunks,
     starts: torch.Tensor,
-    q_indptr: torch.Tensor,
+    begins: torch.Tensor,
+    tokens: torch.Tensor,
     scale: float,
     window: int,
     kept: torch.Tensor | None,
@@ -118,8 +119,8 @@ def extend(
 
     q, out: `[T, Hq, D]`; k, v: `[T, H, D]`, the new tokens; all with dense heads and rows, any token stride.
     k_pool, v_pool: `[N, D]` of q's dtype. prefix: visible cells of the positions before each chunk.
-    starts: int `[B]`, position of each chunk's first token. q_indptr: int `[B + 1]`; chunk b is tokens
-    `q_indptr[b]:q_indptr[b + 1]`. longest_chunk: no chunk has more tokens (host).
+    starts: int `[B]`, position of each chunk's first token. begins, tokens: int `[B]`; chunk b is the tokens
+    `begins[b]:begins[b] + tokens[b]`, other rows of `out` are left alone. longest_chunk: no chunk has more (host).
 
     kept None (dense): a token sees all of `prefix` and every earlier token of its chunk. kept bool or int8 `[T, H]`
     (sparse): of both only what is kept, or at most `window` positions back; `prefix` then has `positions`, and holds
@@ -131,10 +132,10 @@ def extend(
         raise ValueError("a sparse extend needs the positions of its prefix")
     major, minor = torch.cuda.get_device_capability(q.device) if q.is_cuda else (9, 0)
     rows, keys, warps = tile(dim, 10 * major + minor, kept is not None)
-    grid = (len(q_indptr) - 1, heads, max(1, triton.cdiv(longest_chunk * group, rows)))
+    grid = (len(begins), heads, max(1, triton.cdiv(longest_chunk * group, rows)))
     _extend_kernel[grid](
         q, k, v, k_pool, v_pool, prefix.first, prefix.cells, prefix.counts,
-        prefix.cells if prefix.positions is None else prefix.positions, starts, q_indptr,
+        prefix.cells if prefix.positions is None else prefix.positions, starts, begins, tokens,
         prefix.cells if kept is None else kept, out, scale * LOG2E, window, q.stride(0), k.stride(0), v.stride(0),
         k_pool.stride(0), v_pool.stride(0), 0 if kept is None else kept.stride(0), out.stride(0),
         HEADS=heads, GROUP=group, DIM=dim, CHUNK=chunk, SPARSE=kept is not None,

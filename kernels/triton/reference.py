@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from ..encoding import CELL_MASK, CONDEMNED
-from .visible import VisibleChunks
+from ..bits import pack_bits
+from ..counters import FAULT, FREE, HOMELESS, OVERFLOW, PRUNED, UNDERFLOW
+from ..encoding import CELL_MASK, CONDEMNED, NONE
+from .visible import VisibleChunks, first_chunks
 
 
 def visible_chunks(
@@ -15,7 +17,6 @@ def visible_chunks(
     lengths: torch.Tensor,
     dense_from: torch.Tensor,
     out: VisibleChunks,
-    longest: int,
 ) -> None:
     """See `visible.visible_chunks`."""
     chunk = out.cells.shape[2]
@@ -34,6 +35,12 @@ def visible_chunks(
                     out.positions[at, head, : len(where)] = position[where]
 
 
+def place_chunks(lengths: torch.Tensor, chunk: int, window: int, first: torch.Tensor, dense_from: torch.Tensor) -> None:
+    """See `visible.place_chunks`."""
+    first_chunks(lengths, chunk, first)
+    dense_from.copy_(lengths - 1 - window)
+
+
 def chunked_decode(
     q: torch.Tensor,
     k_pool: torch.Tensor,
@@ -44,7 +51,6 @@ def chunked_decode(
     part_lse: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    longest: int,
 ) -> None:
     """See `decode.chunked_decode`; leaves the scratch alone."""
     heads = visible.cells.shape[1]
@@ -71,15 +77,15 @@ def write_cells(
     scores: torch.Tensor,
     limits: torch.Tensor,
     kept: torch.Tensor,
-    fault: torch.Tensor,
+    counters: torch.Tensor,
 ) -> None:
     """See `write.write_cells`."""
     entries = table[slots.long()]
     owned = entries >= 0
     if bool((~owned & (slots != 0)[:, None]).any()):
-        fault.fill_(1)
+        counters[FAULT] |= HOMELESS
     condemned = scores.float() < limits[:, None]
-    token, head = torch.nonzero(owned & condemned, as_tuple=True)
+    token, head = torch.nonzero(owned & condemned & (slots != 0)[:, None], as_tuple=True)
     table[slots[token].long(), head] = entries[token, head] | CONDEMNED
     kept.copy_(~condemned)
     cells = (entries[owned] & CELL_MASK).long()
@@ -95,7 +101,8 @@ def extend(
     v_pool: torch.Tensor,
     prefix: VisibleChunks,
     starts: torch.Tensor,
-    q_indptr: torch.Tensor,
+    begins: torch.Tensor,
+    tokens: torch.Tensor,
     scale: float,
     window: int,
     kept: torch.Tensor | None,
@@ -105,9 +112,9 @@ def extend(
     """See `extend.extend`."""
     heads = prefix.cells.shape[1]
     group = q.shape[1] // heads
-    first, bounds = prefix.first.tolist(), q_indptr.tolist()
-    for b in range(len(bounds) - 1):
-        own = slice(bounds[b], bounds[b + 1])
+    first = prefix.first.tolist()
+    for b, (begin, length) in enumerate(zip(begins.tolist(), tokens.tolist(), strict=True)):
+        own = slice(begin, begin + length)
         query = int(starts[b]) + torch.arange(own.stop - own.start, device=q.device)
         for head in range(heads):
             chunks = [(c, int(prefix.counts[c, head])) for c in range(first[b], first[b + 1])]
@@ -125,3 +132,66 @@ def extend(
                 scores = q[own, g].float() @ keys.T * scale
                 scores = scores.masked_fill(~torch.cat([seen, causal], dim=1), -torch.inf)
                 out[own, g] = (scores.softmax(dim=1) @ values).to(out.dtype)
+
+
+def take_cells(table: torch.Tensor, slots: torch.Tensor, stack: torch.Tensor, counters: torch.Tensor) -> None:
+    """See `cells.take_cells`."""
+    layers, _, heads = table.shape
+    free, need = int(counters[FREE]), slots.numel() * layers * heads
+    top = stack[max(0, free - need) : free].flip(0)
+    cells = torch.full((need,), NONE, dtype=torch.int32, device=table.device)
+    cells[: len(top)] = top
+    table[:, slots.long()] = cells.view(layers, heads, -1).permute(0, 2, 1)
+    counters[FREE] = max(0, free - need)
+    if need > free:
+        counters[FAULT] |= UNDERFLOW
+
+
+def free_cells(
+    table: torch.Tensor,
+    slots: torch.Tensor,
+    stack: torch.Tensor,
+    counters: torch.Tensor,
+    *,
+    settle: bool,
+    req_to_token: torch.Tensor | None = None,
+) -> None:
+    """See `cells.free_cells`."""
+    if req_to_token is not None:
+        slots = req_to_token[slots[0].long(), slots[1].long()]
+    where = slots.long().unique()
+    entries = table[:, where]
+    going = entries >= (CONDEMNED if settle else 0)
+    table[:, where] = entries.masked_fill(going, NONE)
+    cells, free = entries[going] & CELL_MASK, int(counters[FREE])
+    fitting = cells[: max(0, len(stack) - free)]
+    stack[free : free + len(fitting)] = fitting
+    counters[FREE] += len(cells)
+    if len(cells) > len(fitting):
+        counters[FAULT] |= OVERFLOW
+    if settle:
+        counters[PRUNED] += len(cells)
+
+
+def step_report(kept: torch.Tensor, counters: torch.Tensor, out: torch.Tensor) -> None:
+    """See `report.step_report`."""
+    out.copy_(torch.cat([counters.view(torch.uint8), pack_bits(kept != 0).flatten()]))
+
+
+def mlp_scores(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, out: torch.Tensor) -> None:
+    """See `score.mlp_scores`."""
+    active = torch.nn.functional.gelu(hidden.float()).to(hidden.dtype)
+    out.copy_(active.float() @ weight.float().T + bias.float())
+
+
+def compact_lists(visible: VisibleChunks, indptr: torch.Tensor, indices: torch.Tensor) -> None:
+    """See `compact.compact_lists`."""
+    first, heads, at = visible.first.tolist(), visible.cells.shape[1], 0
+    indptr[0] = 0
+    for segment in range(heads * (len(first) - 1)):
+        b, head = divmod(segment, heads)
+        for c in range(first[b], first[b + 1]):
+            count = int(visible.counts[c, head])
+            indices[at : at + count] = visible.cells[c, head, :count] & CELL_MASK
+            at += count
+        indptr[segment + 1] = at

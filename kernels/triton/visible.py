@@ -17,6 +17,9 @@ from ..encoding import CELL_MASK, CONDEMNED
 
 _CONDEMNED = tl.constexpr(CONDEMNED)
 _CELL_MASK = tl.constexpr(CELL_MASK)
+PROGRAMS = 1024
+"""Most programs of a launch. Each goes on to further chunks, up to a number that only the device knows: a graph's
+launch has as many programs whatever the batch holds."""
 
 
 class VisibleChunks(NamedTuple):
@@ -43,18 +46,46 @@ def first_chunks(lengths: torch.Tensor, chunk: int, out: torch.Tensor) -> torch.
 
 
 @triton.jit
+def _place_kernel(lengths, first, dense_from, batch, chunk, window, BATCH: tl.constexpr):
+    request = tl.arange(0, BATCH)
+    there = request < batch
+    length = tl.load(lengths + request, mask=there, other=0).to(tl.int64)
+    chunks = ((length + chunk - 1) // chunk).to(tl.int32)
+    tl.store(first + 1 + request, tl.cumsum(chunks, axis=0), mask=there)
+    tl.store(first + request, 0, mask=request == 0)
+    tl.store(dense_from + request, length - 1 - window, mask=there)
+
+
+def place_chunks(lengths: torch.Tensor, chunk: int, window: int, first: torch.Tensor, dense_from: torch.Tensor) -> None:
+    """`first_chunks` and the windows of a decode step in one launch.
+
+    lengths: int `[B]`, tokens of each request, the new one included. first: int32 `[B + 1]`. dense_from: int64 `[B]`, the
+    first position of each window, which may be negative.
+    """
+    _place_kernel[(1,)](
+        lengths, first, dense_from, len(lengths), chunk, window, BATCH=batch_size(len(lengths)), num_warps=4
+    )
+
+
+@triton.jit
+def request_of(first, chunk, batch, BATCH: tl.constexpr):
+    """The request that a chunk belongs to. BATCH: power of 2, at least `batch`."""
+    later = tl.arange(0, BATCH) + 1
+    begins = tl.load(first + later, mask=later <= batch, other=0x7FFFFFFF)
+    return tl.sum((begins <= chunk).to(tl.int32), axis=0)
+
+
+@triton.jit
 def _visible_kernel(
-    table, req_to_token, rows, lengths, dense_from, first, cells, counts, positions, stride_row,
-    HEADS: tl.constexpr, HEADS_PADDED: tl.constexpr, CHUNK: tl.constexpr, DETAIL: tl.constexpr,
+    table, req_to_token, rows, lengths, dense_from, first, cells, counts, positions, batch, stride_row,
+    HEADS: tl.constexpr, HEADS_PADDED: tl.constexpr, CHUNK: tl.constexpr, BATCH: tl.constexpr, DETAIL: tl.constexpr,
 ):  # fmt: skip
-    request = tl.program_id(0)
-    start = tl.program_id(1) * CHUNK
-    length = tl.load(lengths + request).to(tl.int32)
-    if start < length:
+    head = tl.arange(0, HEADS_PADDED)
+    for at in range(tl.program_id(0), tl.load(first + batch), tl.num_programs(0)):
+        request = request_of(first, at, batch, BATCH)
+        position = (at - tl.load(first + request)) * CHUNK + tl.arange(0, CHUNK)
         row = tl.load(rows + request).to(tl.int64)
-        position = start + tl.arange(0, CHUNK)
-        head = tl.arange(0, HEADS_PADDED)
-        there = position < length
+        there = position < tl.load(lengths + request).to(tl.int32)
         slot = tl.load(req_to_token + row * stride_row + position, mask=there, other=0).to(tl.int64)
         wanted = there[:, None] & (head < HEADS)[None, :]
         entry = tl.load(table + slot[:, None] * HEADS + head[None, :], mask=wanted, other=-1)
@@ -62,7 +93,7 @@ def _visible_kernel(
         visible = (entry >= 0) & ((entry < _CONDEMNED) | in_window[:, None])
         taken = visible.to(tl.int32)
         place = tl.cumsum(taken, axis=0) - taken
-        chunk = (tl.load(first + request) + tl.program_id(1)).to(tl.int64)
+        chunk = tl.full([], at, tl.int64)
         target = (chunk * HEADS + head[None, :]) * CHUNK + place
         if DETAIL:
             tl.store(cells + target, entry, mask=visible)
@@ -79,7 +110,6 @@ def visible_chunks(
     lengths: torch.Tensor,
     dense_from: torch.Tensor,
     out: VisibleChunks,
-    longest: int,
 ) -> None:
     """Fill `out` for one layer and the first `lengths[b]` positions of each request.
 
@@ -87,18 +117,23 @@ def visible_chunks(
 
     table: int32 `[S, H]`, one layer's cell table (entries as in `encoding`).
     req_to_token: int32 `[R, context]`; request b's token slots are `req_to_token[rows[b], :lengths[b]]`.
-    rows, lengths, dense_from: int `[B]`. out: with `first` as `first_chunks` gives it. longest: no length is above
-    it (host).
+    rows, lengths, dense_from: int `[B]`. out: with `first` as `first_chunks` gives it.
     """
-    heads, chunk = out.cells.shape[1:]
-    grid = (len(rows), max(1, triton.cdiv(longest, chunk)))
+    chunks, heads, chunk = out.cells.shape
+    if not chunks:
+        return
     detail = out.positions is not None
-    _visible_kernel[grid](
+    _visible_kernel[(min(chunks, PROGRAMS),)](
         table, req_to_token, rows, lengths, dense_from, out.first, out.cells, out.counts,
-        out.positions if detail else out.cells, req_to_token.stride(0),
-        HEADS=heads, HEADS_PADDED=triton.next_power_of_2(heads), CHUNK=chunk, DETAIL=detail,
-        num_warps=warps(chunk, heads),
+        out.positions if detail else out.cells, len(rows), req_to_token.stride(0),
+        HEADS=heads, HEADS_PADDED=triton.next_power_of_2(heads), CHUNK=chunk, BATCH=batch_size(len(rows)),
+        DETAIL=detail, num_warps=warps(chunk, heads),
     )  # fmt: skip
+
+
+def batch_size(batch: int) -> int:
+    """What `BATCH` is for a batch: few values, since each is a kernel of its own."""
+    return max(16, triton.next_power_of_2(batch))
 
 
 def warps(chunk: int, heads: int) -> int:

@@ -10,7 +10,7 @@ import torch
 
 from kvzap_sglang.kernels import reference
 from kvzap_sglang.kernels.cpu import extend_dense, native
-from kvzap_sglang.kernels.encoding import CONDEMNED, VisibleCells
+from kvzap_sglang.kernels.encoding import CONDEMNED, NONE, VisibleCells
 from kvzap_sglang.memory.cell_pool import CellPool
 from kvzap_sglang.memory.layout import CellLayout
 
@@ -88,7 +88,8 @@ def test_pool_changes_far_into_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     pool.condemn(3, slots[:3], torch.ones(3, 64, dtype=torch.bool))
     assert pool.settle(slots[:1]) == 64 and pool.settle_compact(slots[1:3]) == 128
     pool.pop(slots[3:])
-    assert pool.heal(slots[1:2], slots[3:]) == 64
+    pool.heal(slots[1:2], slots[3:])
+    assert (pool.table[3, slots[1]] >= CONDEMNED).all() and (pool.table[3, slots[3]] == NONE).all()
     assert pool.kept(slots)[:3, :3].all() and not pool.kept(slots)[:3, 3].any()
     assert pool.release(slots) == sum([192, 256, 192, 192])
     assert pool.free_cells == layout.cells_total

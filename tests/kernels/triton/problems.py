@@ -27,10 +27,6 @@ class Requests:
         """First position of the window of each request's last one."""
         return self.lengths - 1 - window
 
-    @property
-    def longest(self) -> int:
-        return max(self.lengths.tolist(), default=0)
-
 
 def random_requests(
     lengths: list[int], kept: list[float], rng: torch.Generator, *, shared: int = 0, window: int = 8

@@ -29,7 +29,6 @@ def check(attend, requests: Requests, group: int, dim: int, dtype: torch.dtype, 
         requests.lengths,
         requests.dense_from(window),
         visible,
-        requests.longest,
     )
     listed = {
         cell
@@ -45,7 +44,7 @@ def check(attend, requests: Requests, group: int, dim: int, dtype: torch.dtype, 
     part = torch.full((chunks, heads * group, dim), torch.nan, device=DEVICE)
     part_lse = torch.full((chunks, heads * group), torch.nan, device=DEVICE)
     out, lse = torch.full_like(q, torch.nan), torch.full((batch, heads * group), torch.nan, device=DEVICE)
-    attend(q, k, v, visible, dim**-0.5, part, part_lse, out, lse, requests.longest)
+    attend(q, k, v, visible, dim**-0.5, part, part_lse, out, lse)
     exact, exact_lse = torch.zeros(q.shape, dtype=torch.float64), torch.full(lse.shape, -torch.inf, dtype=torch.float64)
     first = visible.first.tolist()
     for b in range(batch):
@@ -87,6 +86,12 @@ def test_head_dims(attend, dim: int, dtype: torch.dtype, rng: torch.Generator) -
     check(attend, random_requests([3, 150], [0.6, 0.2], rng), 4, dim, dtype, rng)
 
 
+@pytest.mark.parametrize("programs", [1, 5])
+def test_few_programs_take_all_chunks(programs: int, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvzap_sglang.kernels.triton.decode.PROGRAMS", programs)
+    check(kernels.chunked_decode, random_requests(EDGES, [0.5, 0.1], rng), 2, 64, torch.float32, rng)
+
+
 def test_extreme_scores(rng: torch.Generator) -> None:
     """Scores far apart neither overflow nor lose the largest one, wherever its chunk is."""
     requests = random_requests([3 * CHUNK], [1.0], rng)
@@ -98,13 +103,12 @@ def test_extreme_scores(rng: torch.Generator) -> None:
         requests.lengths,
         requests.dense_from(0),
         visible,
-        requests.longest,
     )
     best = int(visible.cells[1, 0, 5])
     k, v = torch.zeros(requests.cells, 64, device=DEVICE), torch.randn(requests.cells, 64).to(DEVICE)
     k[best], q = 300.0, torch.ones(1, 1, 64, device=DEVICE)
     part, part_lse = torch.full((5, 1, 64), torch.nan, device=DEVICE), torch.full((5, 1), torch.nan, device=DEVICE)
     out, lse = torch.empty_like(q), torch.empty(1, 1, device=DEVICE)
-    kernels.chunked_decode(q, k, v, visible, 1.0, part, part_lse, out, lse, requests.longest)
+    kernels.chunked_decode(q, k, v, visible, 1.0, part, part_lse, out, lse)
     torch.testing.assert_close(out[0, 0], v[best])
     torch.testing.assert_close(lse, torch.full_like(lse, 300.0 * 64))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate
 
 import pytest
 import torch
@@ -35,24 +35,27 @@ def check(
     lists = empty_lists(requests, CHUNK, detail=sparse)
     # Dense: the window as it stood at the hit. Sparse: all that the first token of the chunk can see.
     dense_from = requests.lengths - WINDOW
-    kernels.visible_chunks(
-        requests.table, requests.req_to_token, requests.rows, requests.lengths, dense_from, lists, requests.longest
-    )
-    tokens = sum(lengths)
+    kernels.visible_chunks(requests.table, requests.req_to_token, requests.rows, requests.lengths, dense_from, lists)
+    tokens = sum(lengths) + len(lengths)
     fused = torch.randn(tokens, (group + 2) * heads * dim, generator=rng).to(DEVICE, dtype)
     parts = fused.split([group * heads * dim, heads * dim, heads * dim], dim=1)
     q, k, v = (part.view(tokens, -1, dim) for part in parts)
     k_pool, v_pool = (torch.randn(requests.cells, dim, generator=rng).to(DEVICE, dtype) for _ in range(2))
     kept = torch.rand(tokens, heads, generator=rng).to(DEVICE) < 0.5
-    q_indptr = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=DEVICE)
+    # Chunks lie in another order than their requests, with tokens of nobody between them.
+    order = torch.randperm(len(lengths), generator=rng).tolist()
+    places, begins = accumulate((lengths[b] + 1 for b in order), initial=0), [0] * len(lengths)
+    for b, place in zip(order, places, strict=False):
+        begins[b] = place
+    bounds = [torch.tensor(numbers, dtype=torch.int32, device=DEVICE) for numbers in (begins, lengths)]
     out = torch.full_like(q, torch.nan, memory_format=torch.contiguous_format)
     attend(
-        q, k, v, k_pool, v_pool, lists, requests.lengths, q_indptr, dim**-0.5, WINDOW, kept if sparse else None, out,
+        q, k, v, k_pool, v_pool, lists, requests.lengths, *bounds, dim**-0.5, WINDOW, kept if sparse else None, out,
         max(lengths),
     )  # fmt: skip
-    exact = torch.zeros(q.shape, dtype=torch.float64)
-    for b, (begin, end) in enumerate(pairwise(q_indptr.tolist())):
-        start = prefixes[b]
+    exact = torch.full(q.shape, torch.nan, dtype=torch.float64)
+    for b, (begin, length) in enumerate(zip(begins, lengths, strict=True)):
+        start, end = prefixes[b], begin + length
         slots = requests.req_to_token[requests.rows[b], :start].long()
         for t in range(begin, end):
             position = start + t - begin
@@ -68,7 +71,7 @@ def check(
                 heads_of = slice(h * group, (h + 1) * group)
                 scores = q[t, heads_of].double() @ keys.double().T * dim**-0.5
                 exact[t, heads_of] = scores.softmax(dim=1) @ values.double()
-    torch.testing.assert_close(out.double().cpu(), exact, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    torch.testing.assert_close(out.double().cpu(), exact, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype], equal_nan=True)
 
 
 @BOTH
@@ -102,5 +105,5 @@ def test_a_sparse_extend_needs_positions(rng: torch.Generator) -> None:
     with pytest.raises(ValueError, match="positions"):
         requests = random_requests([5], [0.5], rng)
         lists, x = empty_lists(requests, CHUNK), torch.zeros(2, 1, 64, device=DEVICE)
-        bounds = torch.tensor([0, 2], device=DEVICE)
-        kernels.extend(x, x, x, x[0], x[0], lists, bounds[1:], bounds, 1.0, 8, x[:, :, 0] > 0, x, 2)
+        number = torch.tensor([2], device=DEVICE)
+        kernels.extend(x, x, x, x[0], x[0], lists, number, 0 * number, number, 1.0, 8, x[:, :, 0] > 0, x, 2)

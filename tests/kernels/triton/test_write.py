@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvzap_sglang.kernels import triton as kernels
+from kvzap_sglang.kernels.counters import COUNTERS, HOMELESS
 from kvzap_sglang.kernels.encoding import NONE
 from kvzap_sglang.kernels.triton import reference
 from kvzap_sglang.kernels.triton.write import TOKENS
@@ -16,10 +17,10 @@ LAYERS = 3
 
 
 def run(write, state: list[torch.Tensor]) -> list[torch.Tensor]:
-    """`write` on copies; returns what it may have changed: table, pools, kept, fault."""
-    table, slots, k, v, k_pool, v_pool, scores, limits, kept, fault = (tensor.clone() for tensor in state)
-    write(table, slots, k, v, k_pool, v_pool, scores, limits, kept[:, 1], fault)
-    return [table, k_pool, v_pool, kept, fault]
+    """`write` on copies; returns what it may have changed: table, pools, kept, counters."""
+    table, slots, k, v, k_pool, v_pool, scores, limits, kept, counters = (tensor.clone() for tensor in state)
+    write(table, slots, k, v, k_pool, v_pool, scores, limits, kept[:, 1], counters)
+    return [table, k_pool, v_pool, kept, counters]
 
 
 def problem(tokens: int, heads: int, dim: int, pool_dtype: torch.dtype, rng: torch.Generator) -> list[torch.Tensor]:
@@ -31,12 +32,14 @@ def problem(tokens: int, heads: int, dim: int, pool_dtype: torch.dtype, rng: tor
     fused = torch.randn(tokens, 2 * heads * dim + 3, generator=rng)  # rows of a fused projection lie apart
     k, v = (fused[:, at : at + heads * dim].view(tokens, heads, dim) for at in (0, heads * dim))
     pools = [torch.full((tokens * heads + 4, dim), torch.nan, dtype=pool_dtype) for _ in range(2)]
-    scores, limits = torch.randn(tokens, heads, generator=rng), torch.randn(tokens, generator=rng)
+    # Of a wider buffer, as one layer's scores of all layers' are.
+    scores = torch.randn(tokens, heads + 2, generator=rng)[:, :heads]
+    limits = torch.randn(tokens, generator=rng)
     limits[::5] = -torch.inf
     scores[:1, :1] = limits[:1, None]  # equal to the limit: kept
     kept = torch.full((tokens, LAYERS, heads), 7, dtype=torch.int8)
-    fault = torch.zeros(1, dtype=torch.int32)
-    return [tensor.to(DEVICE) for tensor in (table, slots, k, v, *pools, scores, limits, kept, fault)]
+    counters = torch.zeros(COUNTERS, dtype=torch.int64)
+    return [tensor.to(DEVICE) for tensor in (table, slots, k, v, *pools, scores, limits, kept, counters)]
 
 
 def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
@@ -51,7 +54,7 @@ def test_rows_marks_and_bits(tokens: int, heads: int, dim: int, pool_dtype: torc
     state = problem(tokens, heads, dim, pool_dtype, rng)
     found = run(kernels.write_cells, state)
     assert_same(found, run(reference.write_cells, state))
-    assert (found[3][:, [0, 2]] == 7).all() and found[4] == 0
+    assert (found[3][:, [0, 2]] == 7).all() and not found[4].any()
 
 
 def test_padding_writes_nothing_and_is_no_fault(rng: torch.Generator) -> None:
@@ -59,7 +62,7 @@ def test_padding_writes_nothing_and_is_no_fault(rng: torch.Generator) -> None:
     state[1][17:] = 0
     found = run(kernels.write_cells, state)
     assert_same(found, run(reference.write_cells, state))
-    assert found[4] == 0 and (found[0][0] == NONE).all()
+    assert not found[4].any() and (found[0][0] == NONE).all()
 
 
 def test_a_token_without_a_cell_is_a_fault(rng: torch.Generator) -> None:
@@ -68,4 +71,4 @@ def test_a_token_without_a_cell_is_a_fault(rng: torch.Generator) -> None:
     state[0][state[1][7], 1] = NONE
     found = run(kernels.write_cells, state)
     assert_same(found, run(reference.write_cells, state))
-    assert found[4] == 1 and found[0][state[1][7], 1] == NONE
+    assert found[4].tolist() == [0, 0, HOMELESS, 0] and found[0][state[1][7], 1] == NONE
