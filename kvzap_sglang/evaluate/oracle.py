@@ -78,22 +78,27 @@ def run_oracle(
     window: int,
     sinks: int = 0,
     prefill: Literal["dense", "sparse"] = "dense",
+    decode: Literal["prune", "keep"] = "prune",
 ) -> OracleResult:
     """Run the rule of DESIGN, "Semantics", over one sequence of turns.
 
     `model` is a transformers Llama or Qwen3 in eval mode on the CPU; `tokens` holds at least
     `turns[-1].end` ids. Positions `[hit, end)` belong to a turn unless a later turn recomputed them, so the
     result is what the *last* turn saw; to check an earlier one, pass the turns up to it. A cell is kept iff
-    not `score < threshold` (natural log), or its position < `sinks`. `window` counts positions. Raises
-    ValueError for turns that cannot follow each other or a model this module does not know.
+    not `score < threshold` (natural log), or its position < `sinks`, or it was generated and `decode` is "keep".
+    `window` counts positions. Raises ValueError for turns that cannot follow each other or a model this module does
+    not know.
     """
     _check_model(model)
     _check_turns(turns, len(tokens))
     if window < 0 or sinks < 0 or math.isnan(threshold) or prefill not in ("dense", "sparse"):
         raise ValueError(f"bad rule: {threshold=}, {window=}, {sinks=}, {prefill=}")
+    protected = torch.arange(turns[-1].end) < sinks
+    for turn in turns if decode == "keep" else ():
+        protected[turn.prompt_len : turn.end] = True
     edges = window_edges(turns, window=window, prefill=prefill)
     score: ScoreFn = scorer.score if isinstance(scorer, Surrogate) else scorer
-    rule = _Rule(score, threshold, sinks, edges)
+    rule = _Rule(score, threshold, protected, edges)
     ids = torch.as_tensor(tokens, dtype=torch.int64)
     n = turns[-1].end
     with _masked_by(model, rule):
@@ -118,10 +123,10 @@ def window_edges(turns: Sequence[Turn], *, window: int, prefill: Literal["dense"
 
 
 class _Rule:
-    """The rule for one run; collects the scores of each layer on the way."""
+    """The rule for one run; collects the scores of each layer on the way. protected: bool `[n]`, positions that are kept."""
 
-    def __init__(self, score: ScoreFn, threshold: float, sinks: int, edges: Tensor) -> None:
-        self.score, self.threshold, self.sinks, self.edges = score, threshold, sinks, edges
+    def __init__(self, score: ScoreFn, threshold: float, protected: Tensor, edges: Tensor) -> None:
+        self.score, self.threshold, self.protected, self.edges = score, threshold, protected, edges
         self.scores: list[Tensor] = []
         self.kept: list[Tensor] = []
 
@@ -131,7 +136,7 @@ class _Rule:
             raise RuntimeError(f"layer {layer} ran when layer {len(self.scores)} was due")
         scores = self.score(layer, hidden).float()
         kept = ~(scores < self.threshold)
-        kept[: self.sinks] = True
+        kept[self.protected] = True
         self.scores.append(scores)
         self.kept.append(kept)
         return kept
