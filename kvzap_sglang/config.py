@@ -9,14 +9,17 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from kvzap_sglang.surrogates import shipped_surrogate
+
 PressName = Literal["kvzap", "streaming", "random"]
 
 # NVIDIA's published surrogate and the paper's threshold for it (arXiv 2601.07891, table 2),
-# by the last component of the model path.
-KNOWN_PAIRS: Mapping[str, tuple[str, float]] = {
+# by the last component of the model path. For SmolLM2 our own, at the threshold in its config.json.
+KNOWN_PAIRS: Mapping[str, tuple[str, float | None]] = {
     "Qwen3-8B": ("nvidia/KVzap-mlp-Qwen3-8B", -4.0),
     "Qwen3-32B": ("nvidia/KVzap-mlp-Qwen3-32B", -4.0),
     "Llama-3.1-8B-Instruct": ("nvidia/KVzap-linear-Llama-3.1-8B-Instruct", -7.0),
+    "SmolLM2-135M-Instruct": (str(shipped_surrogate("mlp", "SmolLM2-135M-Instruct")), None),
 }
 # Attention sinks that a baseline press keeps unless told otherwise: without them both
 # baselines collapse for a reason that has nothing to do with what they are compared on.
@@ -45,6 +48,9 @@ class KVPressConfig(BaseModel):
     kv_press_prefill: Literal["dense", "sparse"] = Field(
         "dense", description="Whether a prompt's own tokens see each other densely or by the decode rule."
     )
+    kv_press_decode: Literal["prune", "keep"] = Field(
+        "prune", description="What becomes of generated tokens: pruned as a prompt's are, or all kept."
+    )
     kv_press_headroom: float = Field(
         4.0, ge=1.0, le=64.0, description="Virtual capacity (token slots) over physical capacity."
     )
@@ -55,6 +61,10 @@ class KVPressConfig(BaseModel):
     )
     kv_press_hit_window: Literal["recompute", "accept"] = Field(
         "recompute", description="What a request does that branches where its window is already pruned."
+    )
+    kv_press_attention: Literal["auto", "triton", "flashinfer", "cpu"] = Field(
+        "auto",
+        description="Kernels that attend: triton on a GPU, flashinfer for its dense prompts, cpu (C++) on a CPU.",
     )
     kv_press_lock: bool = Field(False, description="Refuse requests that choose their own threshold.")
 

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator
 from importlib import metadata
 from typing import Any, NamedTuple
 
-import torch
-
 from kvzap_sglang.config import KVPressConfig, KVPressConfigError, flag_name
 
 SGLANG_VERSION = "0.5.23"
@@ -42,6 +40,16 @@ def _not_in(name: str, *allowed: Any) -> Callable[[Any], bool]:
     return lambda args: getattr(args, name) not in allowed
 
 
+def _graphs(phase: str, backend: str) -> Callable[[Any], bool]:
+    """Whether a phase's CUDA graphs are of this kind, by its own flag or in `--cuda-graph-config`."""
+
+    def given(args: Any) -> bool:
+        resolved = getattr(getattr(args, "cuda_graph_config", None), phase, None)
+        return backend in (getattr(args, f"cuda_graph_backend_{phase}"), getattr(resolved, "backend", None))
+
+    return given
+
+
 _REMOVE = "remove the flag"
 
 REFUSALS: tuple[Refusal, ...] = (
@@ -66,6 +74,8 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("--enable-hisparse", _is_set("enable_hisparse"), "the press has its own pool", _REMOVE),
     Refusal("--kv-cache-dtype", _not_in("kv_cache_dtype", "auto", "bf16", "bfloat16", "fp16", "float16"), "quantised cells are not supported yet", "use --kv-cache-dtype auto"),
     Refusal("--enable-torch-compile", _is_set("enable_torch_compile"), "compiled layers bypass the scorer", _REMOVE),
+    Refusal("--cuda-graph-backend-decode", _graphs("decode", "breakable"), "attention outside the graph would be given fewer rows than were recorded", "leave the default or give full, not breakable"),
+    Refusal("--cuda-graph-backend-prefill", _graphs("prefill", "full"), "a prefill recorded as one graph cannot tell which tokens see each other densely", "leave the default or give breakable, not full"),
     Refusal("--enable-pdmux", _is_set("enable_pdmux"), "prefill and decode would share the free stack without an order", _REMOVE),
     Refusal("--enable-two-batch-overlap", _is_set("enable_two_batch_overlap"), "two half batches would share one step plan", _REMOVE),
     Refusal("--enable-single-batch-overlap", _is_set("enable_single_batch_overlap"), "layers run out of the scorer's order", _REMOVE),
@@ -126,13 +136,15 @@ def preflight(server_args: Any, config: KVPressConfig) -> None:
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.configs.model_config import ModelConfig
 
+    from kvzap_sglang.attention.choice import attention_faults
+
     faults = [fault for fault in (version_fault(),) if fault]
     args = resolving_view(server_args)
     faults += refused(args)
-    if args.device != "cpu":
-        faults.append(f"--device {args.device}: this version attends pruned caches on the CPU only; use --device cpu")
     if not faults:
-        faults += _model_faults(ModelConfig.from_server_args(server_args), config, args.tp_size)
+        model = ModelConfig.from_server_args(server_args)
+        faults += attention_faults(config, args.device, model.dtype)
+        faults += _model_faults(model, config, args.tp_size)
     if faults:
         raise KVPressConfigError("\n".join(faults))
 
@@ -149,11 +161,6 @@ def _model_faults(model: Any, config: KVPressConfig, tp_size: int) -> Iterator[s
         )
     elif getattr(model, "is_hybrid_swa", False):
         yield f"--kv-press does not support sliding-window layers ({architecture}): start without --kv-press"
-    elif model.dtype not in (torch.float32, torch.bfloat16):
-        yield (
-            f"--kv-press attends in float32 and bfloat16 on a CPU, the model would be served in {model.dtype}: "
-            "give --dtype bfloat16 or --dtype float32"
-        )
     elif tp_size > model.get_total_num_kv_heads():
         yield (
             f"--tp-size {tp_size} would put {model.get_total_num_kv_heads()} KV heads on several ranks each, which "
@@ -183,16 +190,18 @@ def missing_hooks() -> list[str]:
 
 def self_check(config: KVPressConfig, runner: Any, tree: Any) -> None:
     """Run in each scheduler once everything is built. Raises `GuardError` with every fault found."""
-    from kvzap_sglang.attention.cpu import KVPressCPUBackend
+    from kvzap_sglang.attention.choice import attention_parts
     from kvzap_sglang.memory.allocator import KVPressAllocator
     from kvzap_sglang.memory.kv_pool import KVPressPool
     from kvzap_sglang.radix_cache import KVPressRadixCache
 
+    parts = attention_parts(config, runner.device)
     faults = [f"hook not applied: {target}" for target in missing_hooks()]
     wanted = (
         ("KV pool", runner.token_to_kv_pool, KVPressPool),
         ("allocator", runner.token_to_kv_pool_allocator, KVPressAllocator),
-        ("attention backend", runner.attn_backend, KVPressCPUBackend),
+        ("cell pool", getattr(runner.token_to_kv_pool, "cells", None), parts.cell_pool),
+        ("attention backend", runner.attn_backend, parts.backend),
         ("radix cache", tree, KVPressRadixCache),
     )
     faults += [

@@ -27,6 +27,7 @@ class Hook(NamedTuple):
 
 _KV = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator."
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner."
+_GRAPHS = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner."
 _ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder."
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
 _PARTS = "sglang.srt.managers.scheduler_components."
@@ -45,6 +46,7 @@ HOOKS: tuple[Hook, ...] = (
     Hook(_RUNNER + "load_model", HookType.AFTER, model.attach_press),
     Hook(_RUNNER + "forward", HookType.AROUND, model.forward),
     Hook(_RUNNER + "sample", HookType.AFTER, model.attach_decisions),
+    Hook(_GRAPHS + "can_run_graph", HookType.AFTER, model.can_run_graph),
     # scheduling
     Hook(_SCHEDULER + "run_batch", HookType.AROUND, scheduling.run_batch),
     Hook(_SCHEDULER + "_get_new_batch_prefill_raw", HookType.AROUND, scheduling.next_prefill),
@@ -63,6 +65,8 @@ HOOKS: tuple[Hook, ...] = (
     Hook(_WEIGHTS + "update_weights_from_distributed", HookType.AROUND, scheduling.refuse_weight_update),
     Hook(_WEIGHTS + "update_weights_from_tensor", HookType.AROUND, scheduling.refuse_weight_update),
     Hook(_WEIGHTS + "update_weights_from_ipc", HookType.AROUND, scheduling.refuse_weight_update),
+    Hook(_WEIGHTS + "begin_weight_update", HookType.AROUND, scheduling.refuse_weight_update),
+    Hook(_WEIGHTS + "init_weights_update_group", HookType.AROUND, scheduling.refuse_weight_update),
     # reports
     Hook(_SCHEDULER + "get_output_streamer_class", HookType.AFTER, report.output_streamer_class),
     Hook(

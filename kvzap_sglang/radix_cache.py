@@ -41,6 +41,7 @@ class KVPressRadixCache(RadixCache):
     Attributes:
         rows: running requests' `RowState` by `req_to_token` row.
         window: positions that are never pruned. sparse_prefill: whether prompts are pruned chunk by chunk.
+        prunes_generated: whether generated tokens are pruned at all.
         settler: orders the cells of shared tokens free.
         dense_nodes: nodes that hold condemned cells.
         evictable_cells: cells that evicting every unlocked node would free (conservative).
@@ -57,6 +58,7 @@ class KVPressRadixCache(RadixCache):
         self.shape = shape
         self.window = config.kv_press_window
         self.sparse_prefill = config.kv_press_prefill == "sparse"
+        self.prunes_generated = config.kv_press_decode == "prune"
         self.recompute_depth = 0
         if config.kv_press_hit_window == "recompute":
             self.recompute_depth = self.window * (layers if self.sparse_prefill else 1)
@@ -187,13 +189,15 @@ class KVPressRadixCache(RadixCache):
     def _stays_private(self, req: Any, row: RowState, up_to: int) -> bool:
         """Whether the request goes on with its own copies of what the tree has, and publishes nothing yet.
 
-        It does until what it recomputes is complete, for then the tree can be healed with it. And in a dense prefill
-        a running request does while the tree's tokens were computed from another cached prefix: their cells are not
-        quite its own, and its answer would depend on who else runs, and on where its chunks end.
+        It does until what it recomputes is complete, for then the tree can be healed with it. And in a dense prefill,
+        or where generated tokens are all kept, a running request does while the tree's tokens were computed from
+        another cached prefix or prompt: their cells are not quite its own, and its answer would depend on who else
+        runs, and on where its chunks end.
         """
         if row.heal_start < row.heal_end and up_to < row.heal_end:
             return True
-        if self.sparse_prefill or req.finished() or not req.last_node.children:
+        pure = self.sparse_prefill and self.prunes_generated  # cells are a function of the tokens alone
+        if pure or req.finished() or not req.last_node.children:
             return False
         first = max(req.kv.cache_protected_len, row.heal_end)
         for node, begin, end in self.spans(self._published(req, req.full_untruncated_fill_ids[:up_to])):

@@ -1,4 +1,4 @@
-"""What happens around one forward: drain, pop, score and condemn per layer, settle, report.
+"""What happens around one forward: drain, pop, the layers' work (`Step`), settle, report.
 
 All of it runs on the forward stream, in this order, so that a cell freed by one step can be
 popped by the next without waiting for the CPU.
@@ -6,63 +6,35 @@ popped by the next without waiting for the CPU.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from kvzap_sglang.config import KVPressConfig
-from kvzap_sglang.kernels.bits import pack_bits
 from kvzap_sglang.memory.allocator import KVPressAllocator
-from kvzap_sglang.memory.head_token_sets import BitArray, count_bits
+from kvzap_sglang.memory.head_token_sets import count_bits
 from kvzap_sglang.presses.base import LayerInput, Press
 from kvzap_sglang.radix_cache import KVPressRadixCache
-from kvzap_sglang.ranks import GatherDecisions, own_decisions
-from kvzap_sglang.sharing.reused_tokens import NO_REUSE, ReusedTokens
+from kvzap_sglang.ranks import GatherReports, own_report
+from kvzap_sglang.step_decisions import StepDecisions
 from kvzap_sglang.step_plan import StepPlan, StepPlanner
 
-# Settled ranges from this length on are compacted: below it a copy costs more than it saves.
-COMPACT_FROM_TOKENS = 64
 
+class Step(Protocol):
+    """The part of a step that depends on where the cells are: `HostStep`, `DeviceStep`."""
 
-class StepDecisions:
-    """A step's decisions on their way to the CPU (SGLang's `DeviceAuxiliaryOutput` protocol).
+    press: Press
+    kept: torch.Tensor | None
 
-    Attributes:
-        plan: the step. free_cells: free cells after it, on the rank that has fewest.
-    """
+    def begin(self, plan: StepPlan, slots: torch.Tensor) -> None: ...
 
-    def __init__(self, plan: StepPlan, packed: torch.Tensor, free_cells: int) -> None:
-        """packed: uint8 `[tokens, ranks, bytes]` kept bits of the step's tokens, in row order."""
-        self.plan = plan
-        self.free_cells = free_cells
-        self._device_packed = packed
-        self._host_packed: torch.Tensor | None = None
+    def score(self, layer: int, inputs: LayerInput) -> None: ...
 
-    def copy_to_host(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> StepDecisions:
-        """Start the copy (`DeviceAuxiliaryOutput`); called once, on the copy stream."""
-        if self._host_packed is None:
-            self._host_packed = copy_tensor(self._device_packed)
-        return self
+    def write(
+        self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
-    def consume(self, batch: Any, commits: Any) -> None:
-        """Nothing left to do (`HostAuxiliaryOutput`): decisions are applied before the batch is processed."""
-
-    def packed(self) -> BitArray:
-        """The kept bits on the host; waits for a copy that nobody started (prefill-only batches)."""
-        source = self._device_packed if self._host_packed is None else self._host_packed
-        return source.cpu().numpy()
-
-
-def score_limits(plan: StepPlan, device: torch.device) -> torch.Tensor | float:
-    """Below what score a step's tokens are condemned: one number, or fp32 `[tokens, 1]` when rows differ."""
-    limits = {row.threshold for row in plan.rows}
-    if len(limits) == 1:
-        return limits.pop()
-    lengths = torch.tensor([row.end - row.start for row in plan.rows], dtype=torch.int64)
-    values = torch.tensor([row.threshold for row in plan.rows], dtype=torch.float32)
-    return values.repeat_interleave(lengths).to(device)[:, None]
+    def end(self) -> torch.Tensor: ...
 
 
 class KVPressRuntime:
@@ -70,36 +42,37 @@ class KVPressRuntime:
 
     Attributes:
         plan: the step being run, None between steps.
-        kept: bool `[tokens, layers, heads]` of the step being run, filled layer by layer.
+        step: what the model's layers call during one.
         window: positions that are never pruned.
     """
 
     def __init__(
         self,
-        press: Press,
+        step: Step,
         allocator: KVPressAllocator,
         req_to_token: torch.Tensor,
         config: KVPressConfig,
         *,
         result_lag: int,
-        gather: GatherDecisions = own_decisions,
+        gather: GatherReports = own_report,
     ) -> None:
         """`result_lag`: steps that may be launched before a step's result is processed."""
-        self.press = press
+        self.step = step
         self.allocator = allocator
         self.cells = allocator.cells
-        self.sinks, self.window = config.sinks, config.kv_press_window
+        self.window = config.kv_press_window
         self.result_lag = result_lag
         self._gather = gather
-        self._limits: torch.Tensor | float = -math.inf
-        self._reused = NO_REUSE
         self.plan: StepPlan | None = None
-        self.kept: torch.Tensor | None = None
         self._decisions: StepDecisions | None = None
-        self._slots: torch.Tensor | None = None
         self._req_to_token = req_to_token
         self._tree: KVPressRadixCache | None = None
         self._planner: StepPlanner | None = None
+
+    @property
+    def serving(self) -> bool:
+        """The scheduler is built; before that forwards only warm up or are recorded."""
+        return self._planner is not None
 
     @property
     def tree(self) -> KVPressRadixCache:
@@ -123,8 +96,10 @@ class KVPressRuntime:
 
     def apply(self, decisions: StepDecisions) -> None:
         """Take a step's decisions into rows, tree, ledger and the kept-fraction estimate."""
+        if faults := decisions.faults():
+            raise RuntimeError(f"kv press: the cell table is corrupt, {'; '.join(faults)}: restart the server")
         plan, packed = decisions.plan, decisions.packed()
-        self.allocator.ledger.report(plan.step, decisions.free_cells)
+        self.allocator.ledger.report(plan.step, decisions.free_cells())
         offset = 0
         for row in plan.rows:
             n = row.end - row.start
@@ -143,55 +118,18 @@ class KVPressRuntime:
     def begin(self, out_cache_loc: torch.Tensor) -> None:
         """Head of a step: drain freed slots, pop cells for the new ones."""
         plan = self.require_plan()
-        self._slots = out_cache_loc[: plan.tokens].to(torch.int64)
+        slots = out_cache_loc[: plan.tokens].to(torch.int64)
         self.allocator.drain()
-        self.cells.pop(self._slots)
-        layout, device = self.cells.layout, self._slots.device
-        self.kept = torch.ones(plan.tokens, layout.layers, layout.heads, dtype=torch.bool, device=device)
-        self._limits = score_limits(plan, device)
-        self._reused = ReusedTokens.of(plan, device)
-
-    def score(self, layer: int, inputs: LayerInput) -> None:
-        """Decide one layer's new tokens from the layer's input, before its attention."""
-        if isinstance(self._limits, float) and self._limits == -math.inf:
-            return
-        if self.plan is None or self.kept is None or self._slots is None:
-            raise RuntimeError("kv press: a layer ran outside a planned step")
-        n = self.plan.tokens
-        if len(inputs.hidden) > n:  # padded for a graph
-            inputs = LayerInput(*(tensor[:n] for tensor in inputs))
-        condemned = self.press.score(layer, inputs).float() < self._limits
-        if self.sinks:
-            condemned &= (inputs.positions >= self.sinks)[:, None]
-        self._reused.decide(self.cells.table[layer], condemned)
-        self.kept[:, layer] = ~condemned
-        self.cells.condemn(layer, self._slots, condemned)
-
-    def take_reused(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """A layer's new keys and values (`[tokens, heads, dim]`), the tree's own where it still has them."""
-        return self._reused.take(self.cells, layer, k, v)
+        self.cells.pop(slots)
+        self.step.begin(plan, slots)
 
     def end(self) -> StepDecisions:
-        """Tail of a step: settle what left the window, pack the decisions."""
-        plan, kept = self.require_plan(), self.kept
-        if kept is None:
-            raise RuntimeError("kv press: a step ended that did not begin")
-        self._settle(plan)
-        self._decisions = StepDecisions(plan, *self._gather(pack_bits(kept.flatten(1)), self.cells.free_cells))
-        self.plan = self.kept = self._slots = None
+        """Tail of a step: settle what left the window, report."""
+        plan = self.require_plan()
+        self.cells.settle_rows(self._req_to_token, plan.settle)
+        self._decisions = StepDecisions(plan, self._gather(self.step.end()))
+        self.plan = None
         return self._decisions
-
-    def _settle(self, plan: StepPlan) -> None:
-        """Free what left the window. A prompt's kept cells are moved together, a decode step's stay."""
-        single: list[torch.Tensor] = []
-        for row, start, end in plan.settle:
-            slots = self._req_to_token[row, start:end].to(torch.int64)
-            if end - start >= COMPACT_FROM_TOKENS:
-                self.allocator.pruned_cells += self.cells.settle_compact(slots)
-            else:
-                single.append(slots)
-        if single:
-            self.allocator.pruned_cells += self.cells.settle(torch.cat(single))
 
     def take_decisions(self) -> StepDecisions:
         """The decisions of the step that was just run, once. Raises when its forward did not run."""

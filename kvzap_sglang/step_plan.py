@@ -20,7 +20,8 @@ class RowPlan(NamedTuple):
 
     row: its `req_to_token` row. start, end: the positions the step computes.
     dense_end: query positions below it see the request's own positions densely (prompt tokens of a
-    dense prefill); the others follow the decode rule.
+    dense prefill); the others follow the decode rule. prune_end: positions from it on are kept whatever
+    they score.
     hit: cached prefix length at admission. threshold: the request's.
     reused: int64 slots of the tree's own tokens at `start`, `start + 1`, ...: these are recomputed.
     """
@@ -29,6 +30,7 @@ class RowPlan(NamedTuple):
     start: int
     end: int
     dense_end: int
+    prune_end: int
     hit: int
     threshold: float
     reused: torch.Tensor
@@ -99,8 +101,9 @@ class StepPlanner:
         state.launch(end)
         state.node = req.last_node
         dense_end = 0 if self._tree.sparse_prefill else state.prompt_end
+        prune_end = end if self._tree.prunes_generated else state.prompt_end
         reused = state.reused[max(0, start - state.hit) : end - state.hit]
-        return RowPlan(row, start, end, dense_end, state.hit, state.threshold, reused, state)
+        return RowPlan(row, start, end, dense_end, prune_end, state.hit, state.threshold, reused, state)
 
     def _admit(self, req: Any, hit: int) -> RowState:
         """The row of a request launched for the first time."""

@@ -21,42 +21,25 @@ from kvzap_sglang.local_server import ServerError, free_port, launch_command, la
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 MODEL = "SmolLM2-135M-Instruct"
-SURROGATE_VARIABLE = "KVZAP_SURROGATE"
-DEVELOPMENT_SURROGATE = REPOSITORY.parent / "shared" / "data" / f"KVzap-mlp-{MODEL}"
-THRESHOLD = -3.0  # removes about two thirds on this model; retrieval holds up to here, not beyond
 
 
 class DemoError(Exception):
     """The demo cannot go on; the text says what to do."""
 
 
-def find_surrogate(flag: str | None) -> Path:
-    """The surrogate's folder: the flag, else $KVZAP_SURROGATE, else the development data beside the repository.
+def server_flags(surrogate: str | None) -> list[str]:
+    """What the launch line says beside model and port: the press, the limits, the device.
 
-    Raises DemoError when there is none, or when the one asked for is not a folder with a config.json.
+    Without a `surrogate` the one that comes with the package is used, at its threshold.
     """
-    asked = flag or os.environ.get(SURROGATE_VARIABLE)
-    folder = Path(asked) if asked else DEVELOPMENT_SURROGATE
-    if (folder / "config.json").is_file():
-        return folder
-    if asked:
-        raise DemoError(f"{folder} holds no surrogate (no config.json in it)")
-    raise DemoError(
-        f"no surrogate for {MODEL}: set {SURROGATE_VARIABLE}=FOLDER (or give --surrogate FOLDER), where FOLDER is one "
-        "in kvpress' format (config.json and model.safetensors)"
-    )
-
-
-def server_flags(surrogate: Path) -> list[str]:
-    """What the launch line says beside model and port: the press, the limits, the device."""
-    press = ["--kv-press", "kvzap", "--kv-press-model", str(surrogate), f"--kv-press-threshold={THRESHOLD}"]
+    press = ["--kv-press", "kvzap", *(["--kv-press-model", surrogate] if surrogate else [])]
     limits = ["--max-total-tokens", "16384", "--max-running-requests", "8", "--chunked-prefill-size", "1024"]
     # Without kvzap-sglang-cpu this is a GPU machine, and SGLang finds the device by itself.
     device = ["--device", "cpu"] if importlib.util.find_spec("kvzap_sglang_cpu") else []
     return [*press, *limits, *device, "--enable-cache-report"]
 
 
-def run_demo(model: Path, surrogate: Path, port: int, example: Path) -> int:
+def run_demo(model: Path, surrogate: str | None, port: int, example: Path) -> int:
     """Serve, run `example --base-url URL`, stop; the example's exit code. Raises ServerError."""
     log_path = Path(tempfile.mkdtemp(prefix="kvzap-demo-")) / "server.log"
     flags = server_flags(surrogate)
@@ -68,7 +51,7 @@ def run_demo(model: Path, surrogate: Path, port: int, example: Path) -> int:
     return code
 
 
-def serve(model: Path, surrogate: Path, port: int) -> NoReturn:
+def serve(model: Path, surrogate: str | None, port: int) -> NoReturn:
     """Become the server: Ctrl-C and SIGTERM are its own then."""
     command = launch_command(model, port, server_flags(surrogate))
     print("$", " ".join(command), flush=True)
@@ -78,7 +61,7 @@ def serve(model: Path, surrogate: Path, port: int) -> NoReturn:
 def main(argv: list[str] | None = None) -> int:
     """Command line; 1 with a message for a DemoError or ServerError, else the example's (or the server's) exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--surrogate", help=f"folder of the surrogate (default: ${SURROGATE_VARIABLE})")
+    parser.add_argument("--surrogate", help="another surrogate for the model, with a default threshold of its own")
     parser.add_argument("--models", type=Path, default=REPOSITORY / "models", help="folder that `make models` filled")
     parser.add_argument("--example", type=Path, default=REPOSITORY / "examples" / "multi_turn_chat.py")
     parser.add_argument("--serve", action="store_true", help="serve in the foreground instead of running the example")
@@ -90,10 +73,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if not (model / "config.json").is_file():
             raise DemoError(f"no model at {model}: run `make models`")
-        surrogate = find_surrogate(args.surrogate)
         if args.serve:
-            serve(model, surrogate, args.port or 30000)
-        return run_demo(model, surrogate, args.port or free_port(), args.example)
+            serve(model, args.surrogate, args.port or 30000)
+        return run_demo(model, args.surrogate, args.port or free_port(), args.example)
     except (DemoError, ServerError) as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1

@@ -17,6 +17,7 @@ from kvzap_sglang.config import (
     environment_name,
     flag_name,
 )
+from kvzap_sglang.presses.surrogate import read_config
 from tests.surrogates import make_surrogate
 
 
@@ -75,6 +76,7 @@ def test_streaming_condemns_everything() -> None:
         ({"kv_press": "kvzap", "kv_press_sinks": -1}, "--kv-press-sinks"),
         ({"kv_press": "kvzap", "kv_press_prefill": "half"}, "--kv-press-prefill"),
         ({"kv_press": "kvzap", "kv_press_hit_window": "heal"}, "--kv-press-hit-window"),
+        ({"kv_press": "kvzap", "kv_press_decode": "drop"}, "--kv-press-decode"),
         ({"kv_press": "random"}, "--kv-press-threshold"),
         ({"kv_press": "random", "kv_press_threshold": 1.0}, "--kv-press-threshold"),
         ({"kv_press": "streaming", "kv_press_threshold": -3.0}, "--kv-press-threshold"),
@@ -106,7 +108,9 @@ def test_known_pairs(model: str) -> None:
     config = build_config({"kv_press": "kvzap"})
     assert config is not None
     resolved = config.resolved_for(f"some/folder/{model}/")
-    assert (resolved.surrogate, resolved.threshold) == KNOWN_PAIRS[model]
+    surrogate, threshold = KNOWN_PAIRS[model]
+    assert resolved.surrogate == surrogate
+    assert resolved.threshold == (read_config(surrogate).default_threshold if threshold is None else threshold)
     own = config.model_copy(update={"kv_press_threshold": -5.0}).resolved_for(model)
     assert own.threshold == -5.0
 

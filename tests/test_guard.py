@@ -6,8 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from kvzap_sglang import guard
+from kvzap_sglang.attention import flashinfer
+from kvzap_sglang.attention.choice import attention_faults, attention_name, attention_parts
 from kvzap_sglang.config import KVPressConfigError, build_config
 from kvzap_sglang.hooks import arguments
 from kvzap_sglang.plugin import HOOKS
@@ -16,7 +19,7 @@ SWITCHED_ON: dict[str, Any] = {
     "speculative_algorithm": "EAGLE", "dllm_algorithm": "x", "disaggregation_mode": "prefill", "page_size": 16,
     "pp_size": 2, "tp_size": 2, "dcp_size": 2, "attn_cp_size": 2, "kv_cache_dtype": "fp8_e5m2",
     "tokenizer_worker_num": 2, "lora_paths": ["a"], "elastic_ep_backend": "mooncake", "kv_canary": "on",
-    "cpu_offload_gb": 4,
+    "cpu_offload_gb": 4, "cuda_graph_backend_prefill": "full", "cuda_graph_backend_decode": "breakable",
 }  # fmt: skip
 
 
@@ -58,6 +61,68 @@ def test_chosen_backends_are_refused(field: str) -> None:
         guard.refuse_chosen_backends(SimpleNamespace(**{**chosen, field: "triton"}))
 
 
+@pytest.mark.parametrize(
+    ("attention", "device", "dtype", "interpreted", "said"),
+    [
+        ("auto", "cpu", torch.float32, False, None),
+        ("auto", "cpu", torch.bfloat16, False, None),
+        ("auto", "cpu", torch.float16, False, "--dtype bfloat16"),
+        ("auto", "cuda", torch.bfloat16, False, None),
+        ("auto", "cuda", torch.float16, False, None),
+        ("auto", "xpu", torch.bfloat16, False, "--device xpu"),
+        ("cpu", "cuda", torch.bfloat16, False, "--kv-press-attention cpu"),
+        ("triton", "cuda", torch.bfloat16, False, None),
+        ("triton", "cpu", torch.float32, False, "TRITON_INTERPRET=1"),
+        ("triton", "cpu", torch.float32, True, None),
+        ("triton", "cpu", torch.bfloat16, True, "--dtype float32"),
+    ],
+)
+def test_attention_that_cannot_be_is_refused(
+    attention: str,
+    device: str,
+    dtype: torch.dtype,
+    interpreted: bool,
+    said: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1" if interpreted else "0")
+    config = build_config({"kv_press": "streaming", "kv_press_attention": attention})
+    assert config is not None
+    faults = list(attention_faults(config, device, dtype))
+    assert (len(faults) == 0) if said is None else (said in faults[0])
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "fault", "said"),
+    [
+        ("cuda", torch.bfloat16, None, None),
+        ("cuda", torch.float16, None, None),
+        ("cuda", torch.float32, None, "--dtype bfloat16"),
+        ("cuda", torch.bfloat16, "not installed", "--kv-press-attention flashinfer: not installed"),
+        ("cpu", torch.bfloat16, None, "needs a GPU: give --kv-press-attention auto"),
+        ("xpu", torch.bfloat16, None, "--device xpu"),
+    ],
+)
+def test_flashinfer_is_refused_where_it_cannot_attend(
+    device: str, dtype: torch.dtype, fault: str | None, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flashinfer, "flashinfer_fault", lambda *, imports: None if imports else fault)
+    config = build_config({"kv_press": "streaming", "kv_press_attention": "flashinfer"})
+    assert config is not None
+    faults = list(attention_faults(config, device, dtype))
+    assert faults == [] if said is None else len(faults) == 1 and said in faults[0]
+
+
+def test_what_attends_unless_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = build_config({"kv_press": "streaming"})
+    assert config is not None
+    for fault, name in ((None, "flashinfer"), ("not installed", "triton")):
+        monkeypatch.setattr(flashinfer, "flashinfer_fault", lambda fault=fault: fault)
+        assert attention_name(config, "cuda") == name and attention_name(config, "cpu") == "cpu"
+        assert attention_parts(config, "cuda").backend.__name__.lower() == f"kvpress{name}backend"
+        assert list(attention_faults(config, "cuda", torch.float32)) == []
+
+
 def test_another_sglang_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert guard.version_fault() is None
     monkeypatch.setattr(guard.metadata, "version", lambda name: "0.5.24")
@@ -76,11 +141,15 @@ def test_every_hook_target_exists(hook: Any) -> None:
 def self_check_inputs(**replaced: Any) -> tuple[Any, Any, Any]:
     from kvzap_sglang.attention.cpu import KVPressCPUBackend
     from kvzap_sglang.memory.allocator import KVPressAllocator
+    from kvzap_sglang.memory.cell_pool import CellPool
     from kvzap_sglang.memory.kv_pool import KVPressPool
     from kvzap_sglang.radix_cache import KVPressRadixCache
 
+    kv_pool = KVPressPool.__new__(KVPressPool)
+    kv_pool.cells = CellPool.__new__(CellPool)
     parts = {
-        "token_to_kv_pool": KVPressPool.__new__(KVPressPool),
+        "device": "cpu",
+        "token_to_kv_pool": kv_pool,
         "token_to_kv_pool_allocator": KVPressAllocator.__new__(KVPressAllocator),
         "attn_backend": KVPressCPUBackend.__new__(KVPressCPUBackend),
         "kv_press_layers": 4,
@@ -99,6 +168,7 @@ def test_self_check_passes_when_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     ("replaced", "said"),
     [
         ({"token_to_kv_pool": object()}, "KV pool is object"),
+        ({"token_to_kv_pool": SimpleNamespace(cells=object())}, "cell pool is object"),
         ({"token_to_kv_pool_allocator": object()}, "allocator is object"),
         ({"attn_backend": object()}, "attention backend is object"),
         ({"tree": object()}, "radix cache is object"),

@@ -45,8 +45,7 @@ class KVPressCPUBackend(AttentionBackend):
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         k = k.reshape(-1, layer.tp_k_head_num, layer.qk_head_dim)
         v = v.reshape(-1, layer.tp_v_head_num, layer.v_head_dim)
-        k, v = self._runtime.take_reused(self._index(layer), k, v)
-        self.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
+        k, v = self._runtime.step.write(self._index(layer), forward_batch.out_cache_loc, k, v)
         return self._attend(q, k, v, layer).view(-1, layer.tp_q_head_num * layer.v_head_dim)
 
     def support_triton(self) -> bool:
@@ -75,7 +74,7 @@ class KVPressCPUBackend(AttentionBackend):
     def _attend_piece(
         self, piece: ExtendPiece, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any
     ) -> torch.Tensor:
-        cells, kept, index = self._runtime.cells, self._runtime.kept, self._index(layer)
+        cells, kept, index = self._runtime.cells, self._runtime.step.kept, self._index(layer)
         visible = visible_cells(cells.table[index], *piece.prefix, detail=not piece.dense)
         inputs = (q, k, v, cells.k, cells.v, visible)
         if piece.dense:

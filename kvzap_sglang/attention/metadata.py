@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -53,24 +54,45 @@ class AttentionPlan(NamedTuple):
     pieces: list[ExtendPiece]
 
 
-def attention_plan(plan: StepPlan, req_to_token: torch.Tensor, window: int) -> AttentionPlan:
+class Piece(NamedTuple):
+    """Consecutive query positions `[start, end)` of one row that follow one rule.
+
+    row: of `req_to_token`. token: index of `start` among the step's tokens. dense: whether the queries see each other
+    densely. dense_from: first position below `start` whose condemned cells they may see.
+    """
+
+    row: int
+    start: int
+    end: int
+    token: int
+    dense: bool
+    dense_from: int
+
+
+def pieces_of(plan: StepPlan, window: int) -> Iterator[Piece]:
     """Each row's chunk, cut where prompt tokens of a dense prefill end."""
-    pieces: list[ExtendPiece] = []
-    tokens: list[int] = []
-    bounds: list[tuple[int, int, int]] = []
     offset = 0
     for row in plan.rows:
         cut = min(max(row.dense_end, row.start), row.end)
         for start, end, dense in ((row.start, cut, True), (cut, row.end, False)):
-            first_dense = dense_from(row, start, dense, window)
-            token = offset + start - row.start
-            if end == start + 1:
-                tokens.append(token)
-                bounds.append((row.row, end, first_dense))
-            elif start < end:
-                prefix = _lists(req_to_token, [(row.row, start, first_dense)])
-                pieces.append(ExtendPiece(start, end, token, dense, prefix))
+            if start < end:
+                token = offset + start - row.start
+                yield Piece(row.row, start, end, token, dense, max(dense_from(row, start, dense, window), 0))
         offset += row.end - row.start
+
+
+def attention_plan(plan: StepPlan, req_to_token: torch.Tensor, window: int) -> AttentionPlan:
+    """The inputs of the CPU kernels."""
+    pieces: list[ExtendPiece] = []
+    tokens: list[int] = []
+    bounds: list[tuple[int, int, int]] = []
+    for piece in pieces_of(plan, window):
+        if piece.end == piece.start + 1:
+            tokens.append(piece.token)
+            bounds.append((piece.row, piece.end, piece.dense_from))
+        else:
+            prefix = _lists(req_to_token, [(piece.row, piece.start, piece.dense_from)])
+            pieces.append(ExtendPiece(piece.start, piece.end, piece.token, piece.dense, prefix))
     if not tokens:
         return AttentionPlan(None, pieces)
     index = torch.tensor(tokens, dtype=torch.int64, device=req_to_token.device)
@@ -93,5 +115,5 @@ def _lists(req_to_token: torch.Tensor, bounds: list[tuple[int, int, int]]) -> Pr
     return PrefixLists(
         torch.cat(slots).to(torch.int64),
         torch.tensor(indptr, dtype=torch.int64, device=device),
-        torch.tensor([max(from_, 0) for _, _, from_ in bounds], dtype=torch.int64, device=device),
+        torch.tensor([from_ for _, _, from_ in bounds], dtype=torch.int64, device=device),
     )

@@ -43,10 +43,12 @@ def build_pool(original: Callable[..., Any], configurator: Any, **kwargs: Any) -
     config = config_of(configurator.server_args)
     if config is None:
         return original(configurator, **kwargs)
+    from kvzap_sglang.attention.choice import attention_parts
     from kvzap_sglang.memory.kv_pool import KVPressPool
 
+    cell_pool = attention_parts(config, configurator.device).cell_pool
     physical = physical_tokens(kwargs["max_total_num_tokens"], config.kv_press_headroom)
-    kwargs["mha_pool_class"] = KVPressPool.sized(physical)
+    kwargs["mha_pool_class"] = KVPressPool.sized(physical, cell_pool)
     return original(configurator, **kwargs)
 
 

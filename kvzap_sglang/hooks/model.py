@@ -13,7 +13,7 @@ from kvzap_sglang.hooks.arguments import config_of
 from kvzap_sglang.hooks.carried import carried_decisions, carry_decisions
 from kvzap_sglang.presses.base import LayerInput, Press
 from kvzap_sglang.presses.kvzap import KVzapPress
-from kvzap_sglang.ranks import gather_decisions
+from kvzap_sglang.ranks import gather_reports
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ def attach_press(result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
         speed_up_bf16(runner.model, runner.kv_press)
 
     def score(layer: int, inputs: LayerInput) -> None:
-        runner.kv_press_runtime.score(layer, inputs)
+        runner.kv_press_runtime.step.score(layer, inputs)
 
     runner.kv_press_layers = wrap_layers(runner.model, score)
 
@@ -50,21 +50,22 @@ def build_attention_backend(runner: Any) -> Any:
     """Factory of the registered attention backend. Pools exist by now: the runtime starts here."""
     from sglang.srt.runtime_context import get_schedule
 
-    from kvzap_sglang.attention.cpu import KVPressCPUBackend
+    from kvzap_sglang.attention.choice import attention_parts
     from kvzap_sglang.runtime import KVPressRuntime
 
     config = config_of(runner.server_args)
     if config is None:
         raise ValueError("--attention-backend kvzap is chosen by --kv-press: give that flag instead")
+    parts = attention_parts(config, runner.device)
     runner.kv_press_runtime = KVPressRuntime(
-        runner.kv_press,
+        parts.step(config, runner),
         runner.token_to_kv_pool_allocator,
         runner.req_to_token_pool.req_to_token,
         config,
         result_lag=0 if get_schedule().disable_overlap_schedule else 1,
-        gather=gather_decisions(),
+        gather=gather_reports(),
     )
-    return KVPressCPUBackend(runner, runner.kv_press_runtime)
+    return parts.backend(runner, runner.kv_press_runtime)
 
 
 def forward(original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -86,3 +87,9 @@ def attach_decisions(result: Any, runner: Any, logits_output: Any, forward_batch
     from sglang.srt.managers.auxiliary_output import append_auxiliary_output
 
     logits_output.auxiliary_device_output = append_auxiliary_output(logits_output.auxiliary_device_output, decisions)
+
+
+def can_run_graph(result: bool, graph_runner: Any, forward_batch: Any) -> bool:
+    """A decode batch whose visible lists do not fit the recorded step's buffers is run eagerly."""
+    fits = getattr(graph_runner.model_runner.attn_backend, "fits_graph", None)
+    return result and (fits is None or fits(forward_batch))

@@ -39,7 +39,6 @@ class KVPressAllocator(TokenToKVPoolAllocator):
         self.kept_fractions = KeptFractions()
         self.admissions = Admissions()
         self.queue = CellQueue()
-        self.pruned_cells = 0
         self._counts: list[Callable[[], list[str]]] = [self.ledger.check]
         self._scans: list[Callable[[], list[str]]] = [self.cells.check]
         self._checked = 0
@@ -70,7 +69,7 @@ class KVPressAllocator(TokenToKVPoolAllocator):
 
     def drain(self) -> None:
         """Do what was queued, in order. Forward stream only."""
-        self.pruned_cells += self.queue.drain(self.cells)
+        self.queue.drain(self.cells)
 
     def resize(self, config: Any) -> None:
         raise NotImplementedError("kv press: the cell table cannot follow another number of token slots")

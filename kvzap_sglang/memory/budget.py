@@ -28,7 +28,7 @@ class KVPressPrefillBudget(PrefillBudget):
     """SGLang's slot budget, tightened by what the cells allow.
 
     A prompt is charged at its dense peak (it is pruned only once its last chunk is done), generated
-    tokens at the running kept fraction of the request's class (its threshold).
+    tokens at the running kept fraction of the request's class (its threshold), or in full where they are kept.
 
     Attributes:
         kept: kept fraction that the request under consideration is planned with.
@@ -43,7 +43,8 @@ class KVPressPrefillBudget(PrefillBudget):
         self._admitted_slots = 0.0
         self._admitted_tokens = 0.0
         super().__init__(allocator, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens)
-        self._running_kept = self._planned(row.threshold for row in tree_cache.rows.values())
+        if tree_cache.prunes_generated:
+            self._running_kept = self._planned(row.threshold for row in tree_cache.rows.values())
 
     @property
     def window(self) -> int:
@@ -84,7 +85,8 @@ class KVPressPrefillBudget(PrefillBudget):
         is kept), or in the end what is kept plus a window."""
         kept = self.kept
         whole = extend_tokens + new_tokens
-        end = kept * whole + (1.0 - kept) * min(self.window, whole)
+        pruned = whole if self.tree_cache.prunes_generated else extend_tokens
+        end = whole - (1.0 - kept) * max(0.0, pruned - self.window)
         peak = float(extend_tokens)
         if self.tree_cache.sparse_prefill and chunk_limit is not None:
             chunk = min(extend_tokens, chunk_limit + self.window)

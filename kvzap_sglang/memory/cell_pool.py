@@ -5,14 +5,19 @@ Everything here runs on the forward stream only (DESIGN: Memory and time order).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from kvzap_sglang.kernels.encoding import CELL_MASK, CONDEMNED, NONE
+from kvzap_sglang.memory.huge_pages import empty_in_huge_pages
 from kvzap_sglang.memory.layout import CellLayout
 
 # Below this many tokens a pop does not sort the free stack: a decode step's few cells
 # gain nothing from lying together.
 SORT_FROM_TOKENS = 32
+# Settled ranges from this length on are compacted: below it a copy costs more than it saves.
+COMPACT_FROM_TOKENS = 64
 
 
 class CellUnderflow(RuntimeError):
@@ -26,6 +31,8 @@ class CellPool:
         k: `[cells_total + 1, head_dim]`, row 0 is the sink of padded tokens.
         v: `[cells_total + 1, v_head_dim]`.
         table: int32 `[layers, virtual_tokens + 1, heads]`, `kernels.encoding`; slot 0 maps to the sink.
+
+    What frees cells returns their number, or None where only the device knows it (`DeviceCellPool`).
     """
 
     def __init__(self, layout: CellLayout, dtype: torch.dtype, device: torch.device | str) -> None:
@@ -35,12 +42,13 @@ class CellPool:
             raise ValueError(
                 f"{rows} cells do not fit the cell table's 30 bits: lower --max-total-tokens or --mem-fraction-static"
             )
-        self.k = torch.zeros(rows, layout.head_dim, dtype=dtype, device=device)
-        self.v = torch.zeros(rows, layout.v_head_dim, dtype=dtype, device=device)
+        self.k = empty_in_huge_pages(rows, layout.head_dim, dtype=dtype, device=device).zero_()
+        self.v = empty_in_huge_pages(rows, layout.v_head_dim, dtype=dtype, device=device).zero_()
         self.table = torch.empty(
             layout.layers, layout.virtual_tokens + 1, layout.heads, dtype=torch.int32, device=device
         )
         self._stack = torch.empty(layout.cells_total, dtype=torch.int32, device=device)
+        self._pruned = 0
         self.reset()
 
     def reset(self) -> None:
@@ -55,6 +63,11 @@ class CellPool:
     @property
     def free_cells(self) -> int:
         return self._free
+
+    @property
+    def pruned_cells(self) -> int:
+        """Cells freed by settling so far."""
+        return self._pruned
 
     def pop(self, slots: torch.Tensor) -> None:
         """Give each of `slots` (int64 `[n]`, empty slots) a cell in every layer and head.
@@ -73,8 +86,8 @@ class CellPool:
         self.table[:, slots, :] = cells.permute(0, 2, 1)
         self._free -= need
 
-    def release(self, slots: torch.Tensor) -> int:
-        """Free every cell of `slots` (int64 `[n]`, no duplicates). Returns the number freed."""
+    def release(self, slots: torch.Tensor) -> int | None:
+        """Free every cell of `slots` (int64 `[n]`, no duplicates)."""
         entries = self.table[:, slots, :]
         freed = self._push(entries[entries >= 0] & CELL_MASK)
         self.table[:, slots, :] = NONE
@@ -85,22 +98,41 @@ class CellPool:
         rows = self.table[layer]
         rows[slots] = torch.where(condemned, rows[slots] | CONDEMNED, rows[slots])
 
-    def settle(self, slots: torch.Tensor) -> int:
-        """Free the condemned cells of `slots` (int64 `[n]`, no duplicates). Returns the number freed."""
+    def settle(self, slots: torch.Tensor) -> int | None:
+        """Free the condemned cells of `slots` (int64 `[n]`): two requests may have ordered the same slot settled."""
+        slots = slots.unique()
         entries = self.table[:, slots, :]
-        gone = (entries >= 0) & (entries >= CONDEMNED)
+        gone = entries >= CONDEMNED
         freed = self._push(entries[gone] & CELL_MASK)
         self.table[:, slots, :] = entries.masked_fill(gone, NONE)
+        self._pruned += freed
         return freed
 
-    def settle_compact(self, slots: torch.Tensor) -> int:
+    def settle_rows(self, req_to_token: torch.Tensor, ranges: Sequence[tuple[int, int, int]]) -> None:
+        """Settle the tokens of positions `[start, end)` of rows of `req_to_token`, for each (row, start, end).
+
+        A prompt's kept cells are moved together, a decode step's stay.
+        """
+        single: list[torch.Tensor] = []
+        for row, start, end in ranges:
+            slots = req_to_token[row, start:end].to(torch.int64)
+            if end - start >= COMPACT_FROM_TOKENS:
+                self.settle_compact(slots)
+            else:
+                single.append(slots)
+        if single:
+            self.settle(torch.cat(single))
+
+    def settle_compact(self, slots: torch.Tensor) -> int | None:
         """`settle`, and move the kept cells of each (layer, head) together.
 
         The kept rows move, in the order of `slots`, onto the lowest rows that the (layer, head) owned among
         `slots`: rows that lie together read 2-3 times faster on a CPU, and what is freed is a run too. Slots
-        of one call should be positions of one sequence, in order. Returns the number of cells freed.
+        of one call should be positions of one sequence, in order.
         """
-        return sum(self._compact_layer(self.table[layer], slots) for layer in range(self.layout.layers))
+        freed = sum(self._compact_layer(self.table[layer], slots) for layer in range(self.layout.layers))
+        self._pruned += freed
+        return freed
 
     def _compact_layer(self, table: torch.Tensor, slots: torch.Tensor) -> int:
         entries = table[slots].T  # [heads, n]
@@ -120,16 +152,15 @@ class CellPool:
         left = (order >= kept.sum(dim=1, keepdim=True)) & (order < owned.sum(dim=1, keepdim=True))
         return self._push(rows[left].to(torch.int32))
 
-    def heal(self, slots: torch.Tensor, spares: torch.Tensor) -> int:
+    def heal(self, slots: torch.Tensor, spares: torch.Tensor) -> None:
         """Give `slots` the cells of `spares`, as condemned ones, where they have none themselves.
 
-        Both int64 `[n]`, distinct; `spares[i]` holds the same token recomputed. Returns the number of cells moved.
+        Both int64 `[n]`, distinct; `spares[i]` holds the same token recomputed.
         """
         own, spare = self.table[:, slots, :], self.table[:, spares, :]
         moved = (own == NONE) & (spare >= 0)
         self.table[:, slots, :] = torch.where(moved, spare | CONDEMNED, own)
         self.table[:, spares, :] = spare.masked_fill(moved, NONE)
-        return int(moved.sum())
 
     def kept(self, slots: torch.Tensor) -> torch.Tensor:
         """bool `[n, layers, heads]`: pairs that are in memory and not condemned."""
@@ -145,7 +176,7 @@ class CellPool:
         entries = self.table[:, 1:, :]
         live = entries[entries >= 0] & CELL_MASK
         owners = torch.bincount(
-            torch.cat([live, self._stack[: self._free]]).long(), minlength=self.layout.cells_total + 1
+            torch.cat([live, self._stack[: self.free_cells]]).long(), minlength=self.layout.cells_total + 1
         )
         faults = []
         if int(owners[0]):

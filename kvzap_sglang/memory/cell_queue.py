@@ -43,20 +43,17 @@ class CellQueue:
     def clear(self) -> None:
         self._changes.clear()
 
-    def drain(self, cells: CellPool) -> int:
-        """Apply everything queued, runs of one kind together. Returns the cells that settling freed."""
+    def drain(self, cells: CellPool) -> None:
+        """Apply everything queued, runs of one kind together."""
         changes, self._changes = self._changes, []
-        settled = 0
         for kind, run in groupby(changes, key=lambda change: change.kind):
             if kind == "release":
                 cells.release(torch.cat([change.slots for change in run]))
             elif kind == "settle":
-                # Two requests may have ordered the same slot settled.
-                settled += cells.settle(torch.cat([change.slots for change in run]).unique())
+                cells.settle(torch.cat([change.slots for change in run]))
             else:
                 for change in run:
                     cells.heal(change.slots, change.spares)
-        return settled
 
 
 def _copy(slots: torch.Tensor) -> torch.Tensor:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, unwrap_write_loc
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-from kvzap_sglang.kernels.cpu import write_cells
 from kvzap_sglang.memory.cell_pool import CellPool
 from kvzap_sglang.memory.layout import CellLayout
 
@@ -23,16 +21,17 @@ def _refused(name: str) -> Callable[..., Any]:
 class KVPressPool(MHATokenToKVPool):
     """`size` token slots over one cell pool that all layers and heads share.
 
-    `physical_tokens` (class attribute of the subclass `sized` makes) is the room in dense tokens.
+    Class attributes of the subclass that `sized` makes: `physical_tokens`, the room in dense tokens, and `cell_pool`.
     """
 
     physical_tokens: int = 0
+    cell_pool: type[CellPool] = CellPool
     cells: CellPool
 
     @classmethod
-    def sized(cls, physical_tokens: int) -> type[KVPressPool]:
-        """A pool class with this physical capacity: SGLang passes only the slot count."""
-        return type(cls.__name__, (cls,), {"physical_tokens": physical_tokens})
+    def sized(cls, physical_tokens: int, cell_pool: type[CellPool] = CellPool) -> type[KVPressPool]:
+        """A pool class with this physical capacity and kind of cells: SGLang passes only the slot count."""
+        return type(cls.__name__, (cls,), {"physical_tokens": physical_tokens, "cell_pool": cell_pool})
 
     def _create_buffers_normal(self) -> None:
         layout = CellLayout(
@@ -44,7 +43,7 @@ class KVPressPool(MHATokenToKVPool):
             physical_tokens=self.physical_tokens,
             virtual_tokens=self.size,
         )
-        self.cells = CellPool(layout, self.store_dtype, self.device)
+        self.cells = self.cell_pool(layout, self.store_dtype, self.device)
         self.k_buffer = [self.cells.k] * self.layer_num
         self.v_buffer = [self.cells.v] * self.layer_num
 
@@ -56,30 +55,9 @@ class KVPressPool(MHATokenToKVPool):
         k, v = self.cells.k, self.cells.v
         return k.numel() * k.element_size(), v.numel() * v.element_size()
 
-    def set_kv_buffer(
-        self,
-        layer: Any,
-        loc_info: Any,
-        cache_k: torch.Tensor,
-        cache_v: torch.Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        """Write K and V (`[n, heads, dim]`) of token slots through the cell table."""
-        if args or any(value is not None for value in kwargs.values()):
-            raise NotImplementedError("kv press: scaled, overridden or masked KV writes are not supported")
-        slots, _, _ = unwrap_write_loc(loc_info)
-        write_cells(
-            self.cells.table[layer.layer_id - self.start_layer],
-            slots.to(torch.int64),
-            cache_k.view(-1, self.head_num, self.head_dim).to(self.store_dtype),
-            cache_v.view(-1, self.head_num, self.v_head_dim).to(self.store_dtype),
-            self.cells.k,
-            self.cells.v,
-        )
-
-    # What copies, moves, describes or lends rows by token slot. The guard refuses the features behind it; reached all
-    # the same, it must not read or write the cell of another token.
+    # What writes, copies, moves, describes or lends rows by token slot (a step writes by `Step.write`). The guard
+    # refuses the features behind it; reached all the same, it must not touch the cell of another token.
+    set_kv_buffer = _refused("set_kv_buffer")
     get_key_buffer = _refused("get_key_buffer")
     get_value_buffer = _refused("get_value_buffer")
     get_kv_buffer = _refused("get_kv_buffer")

@@ -16,13 +16,13 @@ def server_info(config: KVPressConfig, runtime: KVPressRuntime) -> dict[str, Any
     free = runtime.allocator.own_free_cells()
     return {
         "config": config_info(config),
-        "digest": runtime.press.digest,
+        "digest": runtime.step.press.digest,
         "cells_total": layout.cells_total,
         "cells_free": free,
         "cells_tree": runtime.tree.tree_cells(),
         "physical_tokens": layout.physical_tokens,
         "virtual_tokens": layout.virtual_tokens,
-        "pruned_cells_total": runtime.allocator.pruned_cells,
+        "pruned_cells_total": runtime.cells.pruned_cells,
         "settled_cells_total": runtime.tree.settler.settled_cells,
         "reclaimed_cells_total": runtime.tree.settler.reclaimed_cells,
         "evicted_cells_total": runtime.tree.evicted_cells,

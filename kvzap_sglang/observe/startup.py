@@ -16,7 +16,7 @@ def log_startup(config: KVPressConfig, runner: Any) -> None:
     runtime = runner.kv_press_runtime
     layout = runtime.cells.layout
     options = ", ".join(f"{k.removeprefix('kv_press_')}={v}" for k, v in config_info(config).items())
-    logger.info("kv press: %s (digest %s), %d layers wrapped", options, runtime.press.digest, layout.layers)
+    logger.info("kv press: %s (digest %s), %d layers wrapped", options, runtime.step.press.digest, layout.layers)
     logger.info(
         "kv press: %d dense tokens of physical room (%d cells of %d B), %d token slots",
         layout.physical_tokens,

@@ -17,3 +17,7 @@ class KVzapPress:
 
     def score(self, layer: int, inputs: LayerInput) -> torch.Tensor:
         return self.surrogate.score(layer, inputs.hidden)
+
+    def score_into(self, layer: int, inputs: LayerInput, out: torch.Tensor) -> None:
+        """As `score`, into `out`, `[n, heads]` of the surrogate's dtype, by a GPU kernel where one saves a pass."""
+        self.surrogate.score_into(layer, inputs.hidden, out)

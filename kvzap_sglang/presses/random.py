@@ -29,9 +29,14 @@ class RandomPress:
     def score(self, layer: int, inputs: LayerInput) -> torch.Tensor:
         heads = torch.arange(self._first_head, self._first_head + self._heads, device=inputs.positions.device)
         token = inputs.token_ids.to(torch.int64) * _TOKEN + inputs.positions.to(torch.int64) * _POSITION
-        mixed = _mix(_mix(token[:, None] + (layer + 1) * _LAYER) + (heads + 1)[None, :] * _HEAD)
+        mixed = _mix(_mix(token[:, None] + _wrapped((layer + 1) * _LAYER)) + (heads + 1)[None, :] * _HEAD)
         uniform = ((mixed & 0xFFFFFFFF).double() + 1.0) / 4294967296.0
         return uniform.log().float()
+
+
+def _wrapped(x: int) -> int:
+    """A Python integer as int64 arithmetic would leave it: torch refuses larger ones."""
+    return (x + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:

@@ -83,6 +83,18 @@ class Surrogate(nn.Module):
         scores: Tensor = module(hidden.to(weight.dtype))
         return scores
 
+    def score_into(self, layer: int, hidden: Tensor, out: Tensor) -> None:
+        """As `score`, into `out`, `[n, output_dim]` of the surrogate's dtype; launches a Triton kernel."""
+        from kvzap_sglang.kernels.triton import mlp_scores
+
+        linears = [module for module in self.layers[layer].modules() if isinstance(module, nn.Linear)]
+        first, last = linears[0], linears[-1]
+        hidden = hidden.to(first.weight.dtype)
+        if first is last:
+            torch.addmm(first.bias, hidden, first.weight.T, out=out)
+        else:
+            mlp_scores(first(hidden), last.weight, last.bias, out)
+
     def slice_heads(self, start: int, stop: int) -> Surrogate:
         """A surrogate for KV heads `start <= h < stop` only (tensor parallel), with the same digest.
 

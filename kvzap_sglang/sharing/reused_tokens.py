@@ -39,6 +39,13 @@ class ReusedTokens:
             entries = table[self._slots]
             condemned[self._tokens] = (entries < 0) | (entries >= CONDEMNED)
 
+    def decide_scores(self, table: torch.Tensor, scores: torch.Tensor) -> None:
+        """As `decide`, on scores `[tokens, heads]`: the lowest there is for what the tree condemned, else the highest."""
+        if len(self._tokens):
+            entries = table[self._slots]
+            condemned = (entries < 0) | (entries >= CONDEMNED)
+            scores[self._tokens] = torch.where(condemned, -torch.inf, torch.inf).to(scores.dtype)
+
     def take(self, cells: CellPool, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values `[tokens, heads, dim]` of a layer with the tree's own in their places."""
         if not len(self._tokens):

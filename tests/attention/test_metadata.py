@@ -27,7 +27,7 @@ class Bench:
         pool = self.simulator.pool
         pool.k, pool.v = (torch.randn(len(pool.k), DIM) for _ in range(2))
         self.rows, self.runtime = self.simulator.rows, self.simulator.runtime
-        kv = SimpleNamespace(start_layer=0, set_kv_buffer=lambda *args: None)
+        kv = SimpleNamespace(start_layer=0)
         runner = SimpleNamespace(device="cpu", req_to_token_pool=self.rows, token_to_kv_pool=kv)
         self.backend = KVPressCPUBackend(runner, self.runtime)
         self.layer = SimpleNamespace(
@@ -43,7 +43,9 @@ class Bench:
         plan = StepPlan(99, is_decode=True)
         for row in rows:
             length = self.simulator.tree.rows[row].launched
-            plan.rows.append(RowPlan(row, length - 1, length, 0, 0, 0.0, NO_REUSE, self.simulator.tree.rows[row]))
+            plan.rows.append(
+                RowPlan(row, length - 1, length, 0, length, 0, 0.0, NO_REUSE, self.simulator.tree.rows[row])
+            )
         return plan
 
     def metadata(self, rows: list[int]) -> int:
@@ -57,7 +59,8 @@ class Bench:
         index, n = of or (0, tokens)
         torch.manual_seed(5)
         q, k, v = (torch.randn(n, heads * DIM)[index : index + tokens] for heads in (2 * HEADS, HEADS, HEADS))
-        batch = SimpleNamespace(forward_mode=SimpleNamespace(is_idle=lambda: False), out_cache_loc=None)
+        sink = torch.zeros(tokens, dtype=torch.int64)
+        batch = SimpleNamespace(forward_mode=SimpleNamespace(is_idle=lambda: False), out_cache_loc=sink)
         return self.backend.forward(q, k, v, self.layer, batch)
 
 
@@ -119,7 +122,7 @@ def test_a_step_of_no_token() -> None:
     bench.runtime.begin(empty)
     bench.backend.init_forward_metadata(None)
     for layer in range(LAYERS):
-        bench.runtime.score(layer, LayerInput(empty, empty, empty))
+        bench.runtime.step.score(layer, LayerInput(empty, empty, empty))
     assert bench.attend(0).shape == (0, 2 * HEADS * DIM)
     bench.runtime.apply(bench.runtime.end())
     assert torch.equal(simulator.pool.table, before) and simulator.allocator.ledger.idle
@@ -144,7 +147,7 @@ def test_padded_rows_are_neither_scored_nor_given_cells(padding: int) -> None:
     """A padded batch carries slot 0 and garbage (here NaN) in its last rows: only the sink cell may take them."""
     bench = Bench()
     press: Any = Recording()
-    simulator, bench.runtime.press = bench.simulator, press
+    simulator, bench.runtime.step.press = bench.simulator, press
     rows = sorted(simulator.tree.rows)
     slots = simulator.allocator.alloc(len(rows))
     free = simulator.pool.free_cells
@@ -154,7 +157,7 @@ def test_padded_rows_are_neither_scored_nor_given_cells(padding: int) -> None:
     hidden = torch.full((len(loc), 8), float("nan"))
     hidden[: len(rows)] = 1.0
     for layer in range(LAYERS):
-        bench.runtime.score(layer, LayerInput(hidden, loc, loc))
+        bench.runtime.step.score(layer, LayerInput(hidden, loc, loc))
     decisions = bench.runtime.end()
     assert press.seen == [len(rows)] * LAYERS
     assert len(decisions.packed()) == len(rows)

@@ -53,22 +53,9 @@ def is_serving(port: int) -> bool:
         return probe.connect_ex((local_server.HOST, port)) == 0
 
 
-def test_surrogate_comes_from_the_flag_then_the_variable(
-    demo: ModuleType, surrogate: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("KVZAP_SURROGATE", str(surrogate))
-    assert demo.find_surrogate(None) == surrogate
-    monkeypatch.setenv("KVZAP_SURROGATE", "/nonexistent")
-    assert demo.find_surrogate(str(surrogate)) == surrogate
-
-
-def test_no_surrogate_says_what_to_set(demo: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("KVZAP_SURROGATE", raising=False)
-    monkeypatch.setattr(demo, "DEVELOPMENT_SURROGATE", tmp_path / "absent")
-    with pytest.raises(demo.DemoError, match="set KVZAP_SURROGATE=FOLDER"):
-        demo.find_surrogate(None)
-    with pytest.raises(demo.DemoError, match="holds no surrogate"):
-        demo.find_surrogate(str(tmp_path))
+def test_the_surrogate_is_the_packages_unless_another_is_given(demo: ModuleType) -> None:
+    assert demo.server_flags(None)[:3] == ["--kv-press", "kvzap", "--max-total-tokens"]
+    assert demo.server_flags("folder")[:4] == ["--kv-press", "kvzap", "--kv-press-model", "folder"]
 
 
 def test_a_missing_model_says_make_models(
@@ -92,7 +79,7 @@ def test_serve_becomes_sglangs_own_launch_line_with_the_press(
     assert program == command[0] == sys.executable
     assert command[1:5] == ["-m", "sglang.launch_server", "--model-path", str(models / demo.MODEL)]
     assert command[5:9] == ["--host", "127.0.0.1", "--port", "30000"]
-    assert f"--kv-press kvzap --kv-press-model {surrogate} --kv-press-threshold=-3.0" in " ".join(command)
+    assert f"--kv-press kvzap --kv-press-model {surrogate} --max" in " ".join(command)
     assert ("--device cpu" in " ".join(command)) is cpu
     assert env["HF_HUB_OFFLINE"] == "1"
 

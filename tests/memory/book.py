@@ -74,8 +74,7 @@ class CellBook:
                     self.cells[pair] = next(lowest)
         return freed
 
-    def heal(self, slots: list[int], spares: list[int]) -> int:
-        moved = 0
+    def heal(self, slots: list[int], spares: list[int]) -> None:
         for slot, spare in zip(slots, spares, strict=True):
             for layer, head in itertools.product(self.layers, self.heads):
                 taker, giver = (layer, head, slot), (layer, head, spare)
@@ -83,8 +82,6 @@ class CellBook:
                     if taker not in self.condemned:
                         raise AssertionError(f"healed {taker}, which was not pruned")
                     self.cells[taker] = self.cells.pop(giver)
-                    moved += 1
-        return moved
 
     def copy(self) -> CellBook:
         other = copy.copy(self)
@@ -128,17 +125,18 @@ class BookedPool(CellPool):
         super().condemn(layer, slots, condemned)
         self.book.condemn(layer, slots.tolist(), condemned.tolist())
 
-    def release(self, slots: torch.Tensor) -> int:
+    def release(self, slots: torch.Tensor) -> int | None:
         return _same("release", super().release(slots), self.book.release(slots.tolist()))
 
-    def settle(self, slots: torch.Tensor) -> int:
+    def settle(self, slots: torch.Tensor) -> int | None:
         return _same("settle", super().settle(slots), self.book.settle(slots.tolist()))
 
-    def settle_compact(self, slots: torch.Tensor) -> int:
+    def settle_compact(self, slots: torch.Tensor) -> int | None:
         return _same("compact", super().settle_compact(slots), self.book.compact(slots.tolist()))
 
-    def heal(self, slots: torch.Tensor, spares: torch.Tensor) -> int:
-        return _same("heal", super().heal(slots, spares), self.book.heal(slots.tolist(), spares.tolist()))
+    def heal(self, slots: torch.Tensor, spares: torch.Tensor) -> None:
+        super().heal(slots, spares)
+        self.book.heal(slots.tolist(), spares.tolist())
 
     def compare(self) -> list[str]:
         """Differences between table, free stack and book."""
@@ -165,7 +163,7 @@ def _index(pairs: Iterable[Pair]) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     return layer, slot, head
 
 
-def _same(event: str, freed: int, expected: int) -> int:
+def _same(event: str, freed: int | None, expected: int) -> int | None:
     if freed != expected:
         raise AssertionError(f"{event} moved {freed} cells, {expected} expected")
     return freed

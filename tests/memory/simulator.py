@@ -17,16 +17,20 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from kvzap_sglang.config import KVPressConfig
+from kvzap_sglang.device_step import DeviceStep
+from kvzap_sglang.host_step import HostStep
 from kvzap_sglang.memory.allocator import KVPressAllocator
 from kvzap_sglang.memory.cell_pool import CellPool
+from kvzap_sglang.memory.device_cell_pool import DeviceCellPool
 from kvzap_sglang.memory.head_token_sets import SetShape
 from kvzap_sglang.memory.layout import CellLayout
 from kvzap_sglang.presses.base import LayerInput
 from kvzap_sglang.radix_cache import KVPressRadixCache
-from kvzap_sglang.ranks import GatherDecisions, own_decisions
+from kvzap_sglang.ranks import GatherReports, own_report
 from kvzap_sglang.request_options import cache_namespace
-from kvzap_sglang.runtime import KVPressRuntime, StepDecisions
+from kvzap_sglang.runtime import KVPressRuntime
 from kvzap_sglang.sharing.checks import count_faults, scan_faults
+from kvzap_sglang.step_decisions import StepDecisions
 from kvzap_sglang.step_plan import StepPlan
 
 LAYERS, HEADS = 2, 3
@@ -99,12 +103,13 @@ class Simulator:
         removed: float,
         sparse: bool,
         recompute: bool = True,
+        keep_generated: bool = False,
         seed: int | None = None,
         tokens: random.Random | None = None,
         pool: type[CellPool] = CellPool,
         ranks: int = 1,
         rank: int = 0,
-        gather: GatherDecisions = own_decisions,
+        gather: GatherReports = own_report,
     ) -> None:
         layout = CellLayout(LAYERS, HEADS, 4, 4, 4, physical, physical * headroom)
         self.pool = pool(layout, torch.float32, "cpu")
@@ -124,11 +129,12 @@ class Simulator:
                 "kv_press_window": window,
                 "kv_press_prefill": "sparse" if sparse else "dense",
                 "kv_press_hit_window": "recompute" if recompute else "accept",
+                "kv_press_decode": "keep" if keep_generated else "prune",
             }
         )
         self.tree = KVPressRadixCache(params, config, SetShape(layout.cells_per_token, ranks, rank), LAYERS)
         self.runtime = KVPressRuntime(
-            CoinPress(removed, coins),
+            self._step(CoinPress(removed, coins)),
             self.allocator,
             self.rows.req_to_token,
             config,
@@ -266,6 +272,17 @@ class Simulator:
         queue.drain(pool)
         return pool.free_cells - self.pool.free_cells
 
+    def _step(self, press: CoinPress) -> HostStep | DeviceStep:
+        if isinstance(self.pool, DeviceCellPool):
+            return DeviceStep(press, self.pool, CONFIG.sinks, 64, torch.float32)
+        return HostStep(press, self.pool, CONFIG.sinks)
+
+    def _store(self, layer: int, slots: torch.Tensor) -> None:
+        """On a device decisions are made by what stores keys and values. These are zeros."""
+        if isinstance(self.runtime.step, DeviceStep):
+            rows = self.pool.k.new_zeros(len(slots), HEADS, self.pool.k.shape[1])
+            self.runtime.step.write(layer, slots, rows, rows)
+
     # -- internals --------------------------------------------------------------------------
 
     def _allocate(self, tokens: int) -> torch.Tensor | None:
@@ -288,7 +305,8 @@ class Simulator:
         self.runtime.begin(slots)
         positions = torch.cat([torch.arange(row.start, row.end) for row in plan.rows])
         for layer in range(LAYERS):
-            self.runtime.score(layer, LayerInput(positions, positions, positions))
+            self.runtime.step.score(layer, LayerInput(positions, positions, positions))
+            self._store(layer, slots)
         self.attention(plan)
         self.runtime.end()
         self.results.append((self.runtime.take_decisions(), (decode, samples, list(requests))))

@@ -36,7 +36,7 @@ def test_a_slot_queued_twice_is_settled_once(again: list[int]) -> None:
     allocator.drain()
     assert allocator.cells.check() == []
     assert allocator.cells.free_cells == free + CONDEMNED_CELLS == allocator.available_cells()
-    assert allocator.pruned_cells == CONDEMNED_CELLS
+    assert allocator.cells.pruned_cells == CONDEMNED_CELLS
     assert allocator.cells.held(slots).tolist() == [(LAYERS - 1) * HEADS] * 4
 
 
@@ -45,7 +45,7 @@ def test_a_slot_settled_by_an_earlier_drain_settles_to_nothing() -> None:
     for credit in (CONDEMNED_CELLS, 0):
         allocator.queue_settle(slots, credit)
         allocator.drain()
-    assert allocator.pruned_cells == CONDEMNED_CELLS
+    assert allocator.cells.pruned_cells == CONDEMNED_CELLS
     assert allocator.cells.check() == []
 
 
@@ -56,4 +56,4 @@ def test_a_slot_that_is_freed_while_it_waits_is_freed_once() -> None:
     allocator.drain()
     assert allocator.cells.check() == []
     assert allocator.cells.held(slots).tolist() == [0, 0, HEADS, HEADS]
-    assert allocator.pruned_cells == CONDEMNED_CELLS  # settled first, in the order of the queue
+    assert allocator.cells.pruned_cells == CONDEMNED_CELLS  # settled first, in the order of the queue

@@ -15,7 +15,13 @@ PRUNED, DENSE = -3.0, 0.0  # thresholds of two classes of requests; the second k
 
 
 def make_budget(
-    *, free_tokens: int, kept: float, sparse: bool = False, slots: int = 10_000, running: float = 1e-6
+    *,
+    free_tokens: int,
+    kept: float,
+    sparse: bool = False,
+    keep: bool = False,
+    slots: int = 10_000,
+    running: float = 1e-6,
 ) -> KVPressPrefillBudget:
     """`running`: tokens that running requests may still generate; by default there is one that is about to end."""
     layout = SimpleNamespace(cells_per_token=CELLS_PER_TOKEN)
@@ -30,6 +36,7 @@ def make_budget(
     tree = SimpleNamespace(
         window=100,
         sparse_prefill=sparse,
+        prunes_generated=not keep,
         evictable_cells=0,
         evictable_size=lambda: 0,
         supports_mamba=lambda: False,
@@ -148,3 +155,10 @@ def test_classes_of_requests_are_estimated_apart() -> None:
     for threshold in range(40):
         estimates.of(float(threshold)).observe(1, 1, 1)
     assert len(estimates.means()) == MAX_CLASSES
+
+
+def test_generated_tokens_that_are_kept_are_charged_in_full() -> None:
+    """A prompt of 600 of which a quarter of 500 stays, and 300 new ones."""
+    assert admits(make_budget(free_tokens=700, kept=0.25), 600, 300)
+    assert not admits(make_budget(free_tokens=520, kept=0.25, keep=True), 200, 400)
+    assert admits(make_budget(free_tokens=530, kept=0.25, keep=True), 200, 400)

@@ -16,7 +16,6 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvzap_sglang import runtime
 from kvzap_sglang.memory import cell_pool
 from kvzap_sglang.step_plan import StepPlan
 from tests.memory.book import BookedPool
@@ -33,16 +32,16 @@ LENGTH, MAX_NEW, CHUNK = (st.sampled_from(range(1, most + 1)) for most in (40, 1
 
 
 class Exchange:
-    """`GatherDecisions` of ranks that run in threads of this process, one at a time between two exchanges."""
+    """`GatherReports` of ranks that run in threads of this process, one at a time between two exchanges."""
 
     def __init__(self, ranks: int) -> None:
         self.turn = threading.Lock()
         self.barrier = threading.Barrier(ranks, timeout=60)
-        self._sent: dict[int, tuple[torch.Tensor, int]] = {}
+        self._sent: dict[int, torch.Tensor] = {}
 
-    def of(self, rank: int) -> Callable[[torch.Tensor, int], tuple[torch.Tensor, int]]:
-        def gather(packed: torch.Tensor, free_cells: int) -> tuple[torch.Tensor, int]:
-            self._sent[rank] = packed, free_cells
+    def of(self, rank: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        def gather(report: torch.Tensor) -> torch.Tensor:
+            self._sent[rank] = report
             self.turn.release()
             try:
                 self.barrier.wait()
@@ -50,7 +49,7 @@ class Exchange:
                 self.barrier.wait()  # nobody sends again before all have read
             finally:
                 self.turn.acquire()
-            return torch.stack([packed for packed, _ in parts], dim=1), min(free for _, free in parts)
+            return torch.stack(parts)
 
         return gather
 
@@ -138,7 +137,7 @@ class Machine(RuleBasedStateMachine):
     )
     def start(self, ranks: int, seed: int, **options: Any) -> None:
         # Short enough that these requests' prompts are sorted and compacted.
-        self._patches.enter_context(mock.patch.object(runtime, "COMPACT_FROM_TOKENS", 6))
+        self._patches.enter_context(mock.patch.object(cell_pool, "COMPACT_FROM_TOKENS", 6))
         self._patches.enter_context(mock.patch.object(cell_pool, "SORT_FROM_TOKENS", 4))
         self.ranks = Ranks(ranks, seed, physical=PHYSICAL, headroom=HEADROOM, **options)
         self.seen: list[dict[Request, Seen]] = [{} for _ in self.ranks.all]

@@ -274,7 +274,7 @@ def test_slots_of_an_evicted_prefix_forget_its_decisions(sparse: bool) -> None:
     assert simulator.tree.path_sets(next(simulator.tree.nodes()), 30).counts.all()
     simulator.evict(10_000)
     assert not list(simulator.tree.nodes()) and not simulator.tree.dense_nodes and not simulator.tree.evictable_cells
-    simulator.runtime.press.removed = 1.0  # type: ignore[attr-defined]
+    simulator.runtime.step.press.removed = 1.0  # type: ignore[attr-defined]
     request = Request(2, prompt(100, 30), 3)
     serve(simulator, request)
     now = {slot for node in simulator.tree.nodes() for slot in node.value.tolist()}

@@ -170,4 +170,4 @@ def totals(simulator: Simulator) -> list[int]:
     """Counters that may only grow."""
     settler = simulator.tree.settler
     counters = [getattr(simulator.tree, name) for name in COUNTERS]
-    return [*counters, settler.settled_cells, settler.reclaimed_cells, simulator.allocator.pruned_cells]
+    return [*counters, settler.settled_cells, settler.reclaimed_cells, simulator.pool.pruned_cells]

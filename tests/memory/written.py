@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from kvzap_sglang.kernels.encoding import CELL_MASK
-from kvzap_sglang.runtime import StepDecisions
+from kvzap_sglang.step_decisions import StepDecisions
 from tests.memory.simulator import Request, Simulator
 
 

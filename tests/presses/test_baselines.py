@@ -32,6 +32,14 @@ def test_random_removes_exp_of_the_threshold(removed: float) -> None:
     assert abs(torch.stack(fractions).mean().item() - removed) < 0.01
 
 
+def test_random_of_a_deep_model() -> None:
+    """Layers far beyond the tiny models' two: int64 arithmetic wraps, Python's does not."""
+    press, sample = RandomPress(heads=8), inputs(4000)
+    scores = torch.stack([press.score(layer, sample) for layer in (0, 3, 4, 29, 63, 127)])
+    assert ((scores < math.log(0.3)).float().mean(dim=(1, 2)) - 0.3).abs().max() < 0.02
+    assert torch.corrcoef(scores.flatten(1)).triu(1).abs().max() < 0.05
+
+
 def test_random_depends_on_token_position_layer_and_head_only() -> None:
     press, sample = RandomPress(4), inputs(64)
     scores = press.score(3, sample)

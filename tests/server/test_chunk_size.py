@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from kvzap_sglang.observe import unpack_kept
+from kvzap_sglang.surrogates import shipped_surrogate
 from tests.compare import assert_same_generation
 from tests.servers import model_path, serve
-from tests.shared_data import shared_surrogate
 from tests.texts import real_text_prompts
 
 pytestmark = pytest.mark.server
@@ -21,11 +21,11 @@ CHUNKS = {"dense": (2048, 256, 64), "sparse": (2048, 64)}
 
 
 def run(chunk: int, log: Path, prefill: str) -> list[dict[str, Any]]:
-    press = ("--kv-press", "kvzap", "--kv-press-model", str(shared_surrogate("mlp")), "--kv-press-threshold", "-3")
+    press = ("--kv-press", "kvzap", "--kv-press-model", str(shipped_surrogate("mlp")), "--kv-press-threshold", "-3")
     flags = ("--dtype", "float32", "--max-total-tokens", "4096", "--kv-press-prefill", prefill)
     calls = [
         {"input_ids": p, "max_new_tokens": 24, "custom": {"return_kept": True}, "logprob": True}
-        for p in real_text_prompts(2, 700)
+        for p in real_text_prompts(2, 700 if prefill == "dense" else 350)
     ]
     with serve(model_path(MODEL), log, *flags, *press, "--chunked-prefill-size", str(chunk)) as server:
         alone = [server.generate(**call) for call in calls]

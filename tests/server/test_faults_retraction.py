@@ -38,8 +38,14 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     [(1, 14, WINDOW - 14), (1, 60, 1), (1, 60, 2)],
     ids=["within the window", "one token", "two tokens"],
 )
-def test_answers_are_those_of_single_requests(server: Server, shortest: int, longest: int, new_tokens: int) -> None:
-    """While nothing has left the window, and where there is nothing to recompute."""
+def test_answers_are_those_of_single_requests(
+    server: Server, shortest: int, longest: int, new_tokens: int, request: pytest.FixtureRequest
+) -> None:
+    """While nothing has left the window, and where there is nothing to recompute.
+
+    Dense: a prompt that was retracted with a decode step under way comes back as a cached prefix, seen pruned
+    (docs/sharing.md, "What equals what"), so only the others are compared.
+    """
     rng = random.Random(longest + new_tokens)
     calls = [
         {"input_ids": tokens(rng, rng.randint(shortest, longest)), "max_new_tokens": new_tokens, "logprob": True}
@@ -48,7 +54,12 @@ def test_answers_are_those_of_single_requests(server: Server, shortest: int, lon
     alone = [server.generate(**call) for call in calls]
     server.flush()
     together = server.generate_all(calls, workers=12)
-    for expected, answer in zip(alone, together, strict=True):
+    pruned_before = request.node.callspec.params["server"] == "dense" and longest + new_tokens > WINDOW
+    pairs = list(zip(alone, together, strict=True))
+    if pruned_before:
+        pairs = [pair for pair in pairs if not pair[1]["meta_info"]["num_retractions"]]
+    assert len(pairs) > 6
+    for expected, answer in pairs:
         assert_same_generation(expected, answer, tolerance=2e-3)
     if new_tokens > 2:
         assert sum(answer["meta_info"]["num_retractions"] for answer in together) > 0

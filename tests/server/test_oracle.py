@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -14,9 +13,10 @@ from transformers import AutoModelForCausalLM
 from kvzap_sglang.evaluate.oracle import OracleResult, Turn, run_oracle
 from kvzap_sglang.observe import unpack_kept
 from kvzap_sglang.presses.surrogate import load_surrogate
+from kvzap_sglang.surrogates import shipped_surrogate
 from tests.compare import output_logprobs
+from tests.goldens import kvpress_runs
 from tests.servers import Server, model_path, serve
-from tests.shared_data import SHARED_DATA, shared_surrogate
 from tests.workloads import tokens
 
 pytestmark = pytest.mark.server
@@ -37,7 +37,7 @@ def model() -> Any:
 @pytest.fixture(scope="module", params=[-4.0, -3.0])
 def pruned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, float]]:
     """A server with the mlp surrogate, and its threshold. Chunks are smaller than the prompts."""
-    press = ("--kv-press", "kvzap", "--kv-press-model", str(shared_surrogate("mlp")))
+    press = ("--kv-press", "kvzap", "--kv-press-model", str(shipped_surrogate("mlp")))
     flags = ("--dtype", "float32", "--max-total-tokens", "8192", "--chunked-prefill-size", "512")
     log = tmp_path_factory.mktemp("pruned") / "server.log"
     with serve(model_path(MODEL), log, *flags, *press, f"--kv-press-threshold={request.param}") as server:
@@ -46,9 +46,7 @@ def pruned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def golden_prompts() -> list[list[int]]:
     """Real text of 300, 700 and 1260 tokens."""
-    golden = json.loads((SHARED_DATA / "golden_smollm2_kvpress.json").read_text())
-    entries = golden["results"] if isinstance(golden, dict) else golden
-    prompts = {len(entry["prompt_ids"]): entry["prompt_ids"] for entry in entries}
+    prompts = {len(run["prompt_ids"]): run["prompt_ids"] for run in kvpress_runs()}
     return [prompts[n] for n in sorted(prompts)]
 
 
@@ -71,7 +69,7 @@ def test_two_turns_equal_the_oracle(pruned: tuple[Server, float], model: Any, wh
         Turn(prompt_len=len(prompt), hit=0, end=len(prompt) + FIRST - 1),
         Turn(prompt_len=len(follow_up), hit=hit, end=len(sequence) - 1),
     ]
-    surrogate = load_surrogate(str(shared_surrogate("mlp")), dtype=torch.float32, device="cpu")
+    surrogate = load_surrogate(str(shipped_surrogate("mlp")), dtype=torch.float32, device="cpu")
     expected = run_oracle(model, surrogate, sequence, turns, threshold=threshold, window=WINDOW)
     for answer, turn in ((first, turns[0]), (second, turns[1])):
         _check_kept(answer, expected, turn.end, threshold)

@@ -29,6 +29,7 @@ from sglang.test.kits.pause_generation_kit import PauseResumeInPlaceMixin
 from sglang.test.kits.regex_constrained_kit import RegexConstrainedMixin
 from sglang.test.kits.unified_radix_cache_kit import UnifiedRadixTreeTestMixin
 
+from kvzap_sglang.surrogates import shipped_surrogate
 from tests.kits import (
     AnthropicMessagesMixin,
     SpecEagleServerBase,
@@ -39,7 +40,6 @@ from tests.kits import (
     run_multiturn_cache_hit_test,
 )
 from tests.servers import Server, model_path, serve
-from tests.shared_data import shared_surrogate
 from tests.surrogates import make_surrogate
 from tests.workloads import tokens
 
@@ -93,7 +93,7 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(scope="class")
 def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A model that answers, in the default dense prefill."""
-    press = ("--kv-press", "kvzap", "--kv-press-model", str(shared_surrogate("mlp")), "--kv-press-threshold=-4")
+    press = ("--kv-press", "kvzap", "--kv-press-model", str(shipped_surrogate("mlp")), "--kv-press-threshold=-4")
     sizes = ("--chunked-prefill-size", "512", "--max-running-requests", "16")
     log = tmp_path_factory.mktemp("kits-real") / "server.log"
     yield from lend(request.cls, model_path(REAL), log, *press, *sizes)
