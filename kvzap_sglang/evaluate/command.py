@@ -79,6 +79,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--questions", type=int, default=10, help="of each context, where a task asks several (default: 10)"
     )
     parser.add_argument(
+        "--depths",
+        type=float,
+        nargs=2,
+        metavar=("LOW", "HIGH"),
+        default=(0.0, 1.0),
+        help="where needles and assignments are hidden, 0 the start of the text and 1 its end (default: 0 1)",
+    )
+    parser.add_argument(
         "--haystack",
         type=Path,
         nargs="+",
@@ -165,6 +173,9 @@ def _check_numbers(args: argparse.Namespace) -> None:
     ):
         if value is not None and value < least:
             raise EvaluationError(f"{flag} {value}: give at least {least}.")
+    low, high = args.depths
+    if not 0 <= low < high <= 1:
+        raise EvaluationError(f"--depths {low:g} {high:g}: give two depths between 0 and 1, the lower one first.")
     if not all(map(math.isfinite, args.thresholds)):
         raise EvaluationError("--thresholds: give finite numbers (the full cache is always run).")
 
@@ -187,7 +198,7 @@ def _examples(args: argparse.Namespace, tokenizer: Any) -> list[Example]:
     haystack = Haystack(args.haystack)
     examples: dict[str, Example] = {}
     for length in args.length:
-        sizes = Sizes(length, args.contexts, args.questions, args.seed)
+        sizes = Sizes(length, args.contexts, args.questions, args.seed, tuple(args.depths))
         for task in tasks:
             examples |= {example.key: example for example in task.examples(tokenizer, sizes, haystack)}
     return list(examples.values())

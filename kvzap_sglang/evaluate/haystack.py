@@ -79,18 +79,25 @@ def fitted(tokenizer: Any, tokens: int, build: Callable[[int], Text]) -> Text:
 
 
 def hide(
-    tokenizer: Any, haystack: Haystack, rng: random.Random, needles: Sequence[str], tokens: int
+    tokenizer: Any,
+    haystack: Haystack,
+    rng: random.Random,
+    needles: Sequence[str],
+    tokens: int,
+    between: tuple[float, float] = (0.0, 1.0),
 ) -> tuple[str, list[float]]:
     """A text of about `tokens` tokens with the needles between its sentences, and the depth of each (0 start, 1 end).
 
-    One needle in each of equally long stretches, in the order given. Raises ValueError when they leave no room.
+    One needle in each of equally long stretches `between` two depths, in the order given. Raises ValueError when they
+    leave no room.
     """
     taken = sum(token_counts(tokenizer, needles))
     if tokens - taken < len(needles):
         raise ValueError(f"{tokens} tokens have no room for {len(needles)} needles")
     sentences = haystack.draw(tokenizer, rng, int(1.3 * tokens))
     counts = token_counts(tokenizer, sentences)
-    spots = [(index + rng.random()) / len(needles) for index in range(len(needles))]
+    low, high = between
+    spots = [low + (high - low) * (index + rng.random()) / len(needles) for index in range(len(needles))]
 
     def build(size: int) -> tuple[str, list[float]]:
         parts = _shortened(sentences, counts, max(1, size - taken))

@@ -137,6 +137,8 @@ def test_own_prompts_are_compared_with_the_full_cache(server: FakeServer, tmp_pa
         (("--length", "120", "--questions", "30"), "--length 120, task needle-multikey"),
         (("--contexts", "0"), "--contexts 0: give at least 1"),
         (("--thresholds", "nan"), "--thresholds: give finite numbers"),
+        (("--depths", "0.6", "0.6"), "--depths 0.6 0.6: give two depths between 0 and 1"),
+        (("--depths", "-0.1", "1"), "--depths -0.1 1: give two depths between 0 and 1"),
         (("--baseline", "random"), "--baseline needs servers of its own"),
         (("--prefill", "sparse"), "--prefill: the server of --url runs dense"),
         (("--decode", "keep", "--decode", "prune"), "--decode: the server of --url runs prune"),

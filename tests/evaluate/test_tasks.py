@@ -49,6 +49,19 @@ def test_needles_are_where_they_are_said_to_be(tokenizer: Any) -> None:
         assert abs(example.context.index(example.answers[0]) / len(example.context) - example.depth) < 0.1
 
 
+def test_needles_stay_between_the_depths_asked_for(tokenizer: Any) -> None:
+    sizes = Sizes(1500, 3, 8, seed=1, depths=(0.2, 0.5))
+    examples = GENERATED["needle-multikey"].examples(tokenizer, sizes, Haystack([HANDBOOK]))
+    depths = [example.depth for example in examples if example.depth is not None]
+    assert len(depths) == len(examples)
+    assert 0.15 < min(depths) < 0.27 and 0.43 < max(depths) < 0.51
+    last = [
+        max(example.context.index(each.answers[0]) for each in examples if each.context == example.context)
+        for example in examples
+    ]
+    assert all(place / len(example.context) < 0.55 for place, example in zip(last, examples, strict=True))
+
+
 def test_variables_follow_their_chain(tokenizer: Any) -> None:
     """Executing the assignments in the order of the text gives the answer."""
     for example in GENERATED["variable-tracking"].examples(tokenizer, Sizes(1200, 1, 4, seed=1), Haystack()):

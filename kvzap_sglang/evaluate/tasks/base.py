@@ -14,12 +14,16 @@ from kvzap_sglang.evaluate.haystack import Haystack, hide
 
 @dataclass(frozen=True)
 class Sizes:
-    """length: tokens of a context. contexts: how many. questions: of each context, where the task asks several. seed."""
+    """length: tokens of a context. contexts: how many. questions: of each context, where the task asks several. seed.
+
+    depths: between which needles are hidden, 0 the start of the text and 1 its end.
+    """
 
     length: int
     contexts: int
     questions: int
     seed: int
+    depths: tuple[float, float] = (0.0, 1.0)
 
 
 class Task(Protocol):
@@ -48,8 +52,9 @@ def context_with(
 
     Raises EvaluationError when they do not fit.
     """
+    tokens = sizes.length - frame_tokens(tokenizer, instruction)
     try:
-        text, depths = hide(tokenizer, haystack, rng, needles, sizes.length - frame_tokens(tokenizer, instruction))
+        text, depths = hide(tokenizer, haystack, rng, needles, tokens, sizes.depths)
     except ValueError as error:
         raise EvaluationError(f"--length {sizes.length}, task {name}: {error}. Give a longer one.") from error
     return instruction + text, depths
