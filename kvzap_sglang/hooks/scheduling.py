@@ -12,6 +12,7 @@ from kvzap_sglang.hooks.carried import carried_decisions, carry_decisions
 from kvzap_sglang.memory.allocator import KVPressAllocator
 from kvzap_sglang.request_options import OptionError, cache_namespace, check_options, parse_options
 from kvzap_sglang.runtime import KVPressRuntime
+from kvzap_sglang.sharing.turns import waits_for_its_branch
 
 logger = logging.getLogger(__name__)
 
@@ -45,11 +46,15 @@ def process_result(
 
 
 def add_one_req(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
-    """Fail a request that can never fit instead of letting it block the queue for ever."""
+    """Pass over a request that had better wait; fail one that can never fit, which would block the queue for ever."""
     allocator = adder.token_to_kv_pool_allocator
     if not isinstance(allocator, KVPressAllocator):
         return original(adder, req, *args, **kwargs)
     if req.to_finish is None:
+        if waits_for_its_branch(adder.tree_cache, req, adder.can_run_list):
+            from sglang.srt.managers.schedule_policy import AddReqResult
+
+            return AddReqResult.CONTINUE  # not added: it stays in the queue, and those behind it are tried
         _refuse_what_never_fits(adder, allocator, req)
     adder.memory_budget.consider(_threshold(adder.tree_cache, req))
     return original(adder, req, *args, **kwargs)

@@ -30,6 +30,7 @@ from kvzap_sglang.ranks import GatherReports, own_report
 from kvzap_sglang.request_options import cache_namespace
 from kvzap_sglang.runtime import KVPressRuntime
 from kvzap_sglang.sharing.checks import count_faults, scan_faults
+from kvzap_sglang.sharing.turns import waits_for_its_branch
 from kvzap_sglang.step_decisions import StepDecisions
 from kvzap_sglang.step_plan import StepPlan
 
@@ -153,7 +154,7 @@ class Simulator:
     # -- events -----------------------------------------------------------------------------
 
     def admit(self, request: Request) -> bool:
-        """Match, lock and give a row, if the dense prompt fits the cells."""
+        """Match and lock, if the dense prompt fits the cells and nobody computes what it would recompute."""
         if self.chunked is not None or not self.rows.free:
             return False
         tokens = array("q", list(request.origin_input_ids) + request.output_ids)
@@ -162,6 +163,8 @@ class Simulator:
         match = self.tree.match_prefix(MatchPrefixParams(key=key, req=request))  # type: ignore[arg-type]
         request.prefix_len = request.kv.cache_protected_len = match.device_prefix_len
         request.last_node = match.last_device_node
+        if waits_for_its_branch(self.tree, request, []):
+            return False
         extend = len(tokens) - request.prefix_len
         prefix = self.tree.path_cells(request.last_node)
         if self.allocator.cells_for(extend + request.max_new + 1) > self.pool.layout.cells_total - prefix:

@@ -146,3 +146,20 @@ def test_dense_branches_recompute_one_window_once(dense: Server) -> None:
 
 def test_sparse_branches_recompute_a_window_per_layer_once(sparse: Server) -> None:
     check_branches(sparse, LAYERS * WINDOW)
+
+
+def test_sparse_branches_that_come_at_once_recompute_one_after_the_other(sparse: Server) -> None:
+    """One of them computes the pruned windows, the others wait for it; each answers as if alone."""
+    sparse.flush()
+    rng = random.Random(17)
+    stem, point = tokens(rng, 300), 200
+    prompts = [[*stem[:point], 100 + index, *tokens(rng, 50)] for index in range(8)]
+    alone = [cold(sparse, prompt, 12) for prompt in prompts]
+    before = sparse.wait_idle()
+    sparse.generate(stem, 8)
+    answers = sparse.generate_all([{"input_ids": p, "max_new_tokens": 12, "logprob": True} for p in prompts])
+    info = sparse.wait_idle()
+    assert sorted(a["meta_info"]["cached_tokens"] for a in answers) == [point - LAYERS * WINDOW] + 7 * [point]
+    assert info["recomputed_tokens_total"] - before["recomputed_tokens_total"] == LAYERS * WINDOW
+    for one, other in zip(alone, answers, strict=True):
+        assert_same_generation(one, other, tolerance=1e-4)

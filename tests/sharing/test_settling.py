@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +13,7 @@ from kvzap_sglang.memory.head_token_sets import HeadTokenSets, SetShape
 from kvzap_sglang.sharing.recompute import usable_prefix
 from kvzap_sglang.sharing.settling import Reaches, Settler, Span
 from tests.memory.simulator import HEADS, LAYERS, Request, Simulator
+from tests.sharing.simulated import make, start
 
 PAIRS = LAYERS * HEADS
 PREFIX = list(range(30))
@@ -44,39 +44,6 @@ def test_usable_prefix(lost: list[int], length: int, window: int, depth: int, ex
     pruned[list(lost)] = True
     assert usable_prefix(pruned, length, window, depth) == expected
     assert usable_prefix(pruned[-(depth + window) :] if depth + window else pruned, length, window, depth) == expected
-
-
-def make(
-    *,
-    window: int = 4,
-    sparse: bool = False,
-    recompute: bool = True,
-    physical: int = 200,
-    lag: int = 0,
-    removed: float = 1.0,
-) -> Simulator:
-    """A server that condemns everything, so that what is in memory is what windows hold. Results come at once."""
-    return Simulator(
-        physical=physical,
-        headroom=3,
-        window=window,
-        lag=lag,
-        removed=removed,
-        sparse=sparse,
-        recompute=recompute,
-        seed=0,
-        tokens=random.Random(0),
-    )
-
-
-def start(simulator: Simulator, prompt: list[int], max_new: int = 50, chunk: int = 64) -> Request:
-    """Admit a request and compute its prompt."""
-    request = Request(len(simulator.running), prompt, max_new)
-    assert simulator.admit(request)
-    while simulator.chunked is not None:
-        assert simulator.prefill_chunk(chunk)
-    assert simulator.check() == []
-    return request
 
 
 def dense(simulator: Simulator, tokens: int = len(PREFIX)) -> list[int]:
